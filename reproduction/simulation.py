@@ -1,16 +1,10 @@
 """Parts that SDPipe and Prague share: clusters of nodes, and the loss at a step of a curve."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.simulate.convergence import ConvergenceCurve
 from polyrhythm.types import BytesPerSecond, Seconds
-
-
-class NodeCluster(NamedTuple):
-    cluster: Cluster  # the GPUs, one port per node, and the server
-    gateways: tuple[int, ...]  # of each device: the port of its node, else the device itself
 
 
 def node_cluster(
@@ -22,8 +16,12 @@ def node_cluster(
     inside: BytesPerSecond,
     between: BytesPerSecond,
     latency: Seconds,
-) -> NodeCluster:
-    """Connect nodes (the regions of `gpus`): all GPUs of a node share its port to reach others."""
+) -> tuple[Cluster, tuple[int, ...]]:
+    """Connect nodes (the regions of `gpus`): all GPUs of a node share its port to reach others.
+
+    Return the cluster of the GPUs, one port per node and the server; and of each device its
+    gateway: the port of its node, else the device itself.
+    """
     nodes = tuple(dict.fromkeys(gpu.region for gpu in gpus))
     ports = [Device(name=f"{node}/port", region=node, uplink=port) for node in nodes]
     devices = (*gpus, *ports, server)
@@ -41,7 +39,7 @@ def node_cluster(
         len(gpus) + nodes.index(device.region) if device.region in nodes else index
         for index, device in enumerate(devices)
     ]
-    return NodeCluster(cluster, tuple(gateways))
+    return cluster, tuple(gateways)
 
 
 def loss_at(curve: ConvergenceCurve, step: float) -> float:

@@ -76,7 +76,10 @@ def work(worker: PoolWorker, setting: AverageSetting) -> None:
     """Send the rows of all trials to the driver; those of rank 0 are complete."""
     torch.set_num_threads(1)
     with worker.process_group():
-        connections = _pairs_to_all(worker)
+        everybody = _peers(range(worker.world_size))
+        connections = PeerConnections(_get_default_store(), everybody[worker.rank])
+        others = [peer for peer in everybody if peer != connections.me]
+        connections.connect(others, "all", timeout=_TIMEOUT)
         flat = torch.full((setting.buffer // 4,), float(worker.rank))
         rows: list[AverageRow] = []
         for trial in trials(setting):
@@ -114,14 +117,11 @@ def _times(
 
 def _prepared(trial: AverageTrial, flat: Tensor, connections: PeerConnections) -> "_Average":
     """Average once over pairs before any method: none starts with colder memory."""
-    _Average(trial, flat, connections=connections).run()
-    if trial.method == PAIRS:
-        return _Average(trial, flat, connections=connections)
+    _Average(trial, flat, connections).run()
     if trial.method == FIRST_PAIRS:
-        return _Average(
-            trial, flat, connections=PeerConnections(_get_default_store(), connections.me)
-        )
-    average = _Average(trial, flat)
+        connections = PeerConnections(_get_default_store(), connections.me)
+    is_over_pairs = trial.method in (PAIRS, FIRST_PAIRS)
+    average = _Average(trial, flat, connections if is_over_pairs else None)
     if trial.method == CACHED_GROUP:
         average.run()
     return average
@@ -138,7 +138,7 @@ class _Average:
 
     trial: AverageTrial
     flat: Tensor
-    connections: PeerConnections | None = None
+    connections: PeerConnections | None
     group: dist.ProcessGroup | None = None
     mean: Tensor = field(init=False)
 
@@ -159,14 +159,6 @@ class _Average:
         with peer_errors("another member", "averaging"):
             all_reduce(self.group, total, dist.ReduceOp.SUM)
         self.mean = total.div_(len(ranks))
-
-
-def _pairs_to_all(worker: PoolWorker) -> PeerConnections:
-    everybody = _peers(range(worker.world_size))
-    connections = PeerConnections(_get_default_store(), everybody[worker.rank])
-    others = [peer for peer in everybody if peer != connections.me]
-    connections.connect(others, "all", timeout=_TIMEOUT)
-    return connections
 
 
 def _peers(ranks: Sequence[int]) -> list[Peer]:

@@ -11,7 +11,7 @@ found best for it, and learns from equally many batches.
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,8 +29,6 @@ from benchmarks.converge.setting import (
     QUICK,
     SHALLOW,
     ConvergeRun,
-    ConvergeTrial,
-    EmulatedMachines,
 )
 from benchmarks.converge.tasks import LearningTask, NoisyDigits, SourceText
 from benchmarks.harness.report import Bar, Result, median_of, print_bars, print_rows, select
@@ -67,7 +65,11 @@ def run(*, quick: bool, console: Console) -> Result:
             per_core = 2 * machines.num_workers / (os.cpu_count() or 1)
             needed = _ROOM * per_core * compute_time(task)
             machines = machines.with_step(max(machines.step, needed))
-        found = list(_run_trial(trial, task, machines, setting.seeds))
+        found = []
+        for seed in setting.seeds:
+            run = partial(ConvergeRun, task=task, machines=machines, target=trial.target, seed=seed)
+            lanes = ((ALL_REDUCE,), trial.others)
+            found += compare([[run(side=side) for side in lane] for lane in lanes])
         _print_sides(console, found)
         rows += found
     depths = [
@@ -89,15 +91,6 @@ def run(*, quick: bool, console: Console) -> Result:
     ratios = _ratios(rows, depths)
     print_bars(console, BARS, ratios, quick=quick)
     return Result(bench="converge", ratios=ratios, figures=_figures(rows), rows=[*rows, *depths])
-
-
-def _run_trial(
-    trial: ConvergeTrial, task: LearningTask, machines: EmulatedMachines, seeds: Sequence[int]
-) -> Iterator[ConvergeRow]:
-    for seed in seeds:
-        run = partial(ConvergeRun, task=task, machines=machines, target=trial.target, seed=seed)
-        lanes = ((ALL_REDUCE,), trial.others)
-        yield from compare([[run(side=side) for side in lane] for lane in lanes])
 
 
 def speedup(slow: Seconds, fast: Seconds, slow_end: Seconds) -> float:

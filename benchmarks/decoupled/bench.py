@@ -21,15 +21,14 @@ from benchmarks.decoupled.collectives import (
     SCATTER,
     CollectiveRow,
     milliseconds,
-    over_all_reduce,
 )
 from benchmarks.decoupled.rounds import DecoupledPool, MeasuredSetting, cluster, measure
 from benchmarks.decoupled.settings import DDP, HIERARCHICAL, OURS, TUNED
-from benchmarks.harness.report import Bar, Result, print_bars, print_rows, ratio_over_rounds
+from benchmarks.harness.report import Bar, Result, print_bars, print_rows, ratio_over_rounds, select
 from polyrhythm.describe.units import show
 from polyrhythm.lab.lab import Lab
 from polyrhythm.tables import print_line, print_table
-from polyrhythm.types import BytesPerSecond, Seconds
+from polyrhythm.types import BytesPerSecond
 
 BARS = (
     Bar("bytes", "<=", 1.02, "bytes on the wire over DDP's"),
@@ -111,15 +110,6 @@ def _bytes(measured: MeasuredSetting) -> float:
     return measured.wire_bytes(measured.best(OURS)) / measured.wire_bytes(measured.best(DDP))
 
 
-def _layered(measured: MeasuredSetting) -> Seconds:
-    """Return the bound of equation 7 by layers, with the best bucket.
-
-    A first gradient must be computed before anything is sent, and a last layer after all arrived.
-    """
-    buckets = {side.bucket for side in measured.setting.sides if side.kind == OURS}
-    return min(measured.layered(bucket) for bucket in buckets if bucket is not None)
-
-
 def _figures(measured: Settings, collectives: Sequence[CollectiveRow]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, each in measured.items():
@@ -128,8 +118,9 @@ def _figures(measured: Settings, collectives: Sequence[CollectiveRow]) -> dict[s
         figures |= {f"{name}_{of}": figure for of, figure in _figures_of(each).items()}
         figures[f"state_{each.setting.num_workers}"] = each.state
     for num_workers, size in dict.fromkeys((row.num_workers, row.size) for row in collectives):
-        for whose, what in dict.fromkeys((row.whose, row.what) for row in collectives):
-            ratio = over_all_reduce(collectives, num_workers, size, (whose, what))
+        rows = select(collectives, num_workers=num_workers, size=size)
+        for whose, what in dict.fromkeys((row.whose, row.what) for row in rows):
+            ratio = milliseconds(rows, (whose, what)) / milliseconds(rows, (GLOO, ALL_REDUCE))
             figures[f"halves_{num_workers}_{size}_{whose}_{what}"] = ratio
     return figures
 
@@ -139,7 +130,7 @@ def _figures_of(measured: MeasuredSetting) -> dict[str, float]:
     if measured.setting.has(DDP):
         figures["theory"] = theory(measured)
         figures["of_smax"] = of_smax(measured)
-        figures["of_layered"] = _layered(measured) / measured.seconds(measured.best(OURS))
+        figures["of_layered"] = measured.layered / measured.seconds(measured.best(OURS))
         figures["bytes"] = _bytes(measured)
     if measured.setting.has(HIERARCHICAL):
         figures["gain"] = measured.ratio(OURS, HIERARCHICAL)
@@ -182,7 +173,7 @@ def _conclusions(measured: MeasuredSetting) -> Iterator[str]:
     if measured.setting.has(DDP):
         yield (
             f"bounds: coupled {times.coupled:.3f} s, decoupled {times.decoupled:.3f} s, "
-            f"layer by layer {_layered(measured):.3f} s; "
+            f"layer by layer {measured.layered:.3f} s; "
             f"{DDP} / {OURS} {measured.ratio(DDP, OURS):.3f} of {theory(measured):.3f}; "
             f"{of_smax(measured):.1%} of S_max"
         )
@@ -214,18 +205,18 @@ def _print_collectives(console: Console, rows: Sequence[CollectiveRow]) -> None:
         for whose in dict.fromkeys(row.whose for row in rows)
     ]
     num_rounds = len({row.round for row in rows})
+
+    def cells(num_workers: int, size: int) -> list[str]:
+        of_size = select(rows, num_workers=num_workers, size=size)
+        all_reduce = milliseconds(of_size, (GLOO, ALL_REDUCE))
+        ratios = [milliseconds(of_size, case) / all_reduce for case in cases]
+        return [f"{size / 1024:g} KiB", f"{all_reduce:.1f}", *(f"{ratio:.2f}" for ratio in ratios)]
+
     for num_workers in dict.fromkeys(row.num_workers for row in rows):
         print_table(
             console,
             ["size", "all-reduce, ms", *(f"{whose} {half}" for whose, half in cases)],
-            [
-                [
-                    f"{size / 1024:g} KiB",
-                    f"{milliseconds(rows, num_workers, size, (GLOO, ALL_REDUCE)):.1f}",
-                    *(f"{over_all_reduce(rows, num_workers, size, case):.2f}" for case in cases),
-                ]
-                for size in dict.fromkeys(row.size for row in rows)
-            ],
+            [cells(num_workers, size) for size in dict.fromkeys(row.size for row in rows)],
             title=f"halves, {num_workers} workers: time over that of gloo's all-reduce "
             f"(median of {num_rounds} rounds)",
             numbers=True,

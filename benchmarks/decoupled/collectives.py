@@ -105,18 +105,6 @@ def message_time(size: Bytes, latency: Seconds) -> Seconds:
     return time_together(send, head_start=_HEAD_START + _TRIPS * latency)
 
 
-def milliseconds(
-    rows: Sequence[CollectiveRow], num_workers: int, size: int, of: Collective
-) -> float:
+def milliseconds(rows: Sequence[CollectiveRow], of: Collective) -> float:
     """Return the median time of a collective."""
-    whose, what = of
-    case = {"num_workers": num_workers, "size": size, "whose": whose, "what": what}
-    return 1e3 * median_of(rows, "seconds", **case)
-
-
-def over_all_reduce(
-    rows: Sequence[CollectiveRow], num_workers: int, size: int, of: Collective
-) -> float:
-    """Return the median time of a collective over that of gloo's all-reduce."""
-    all_reduce = milliseconds(rows, num_workers, size, (GLOO, ALL_REDUCE))
-    return milliseconds(rows, num_workers, size, of) / all_reduce
+    return 1e3 * median_of(rows, "seconds", whose=of[0], what=of[1])

@@ -27,7 +27,6 @@ from benchmarks.harness.pool import WorkerPool
 from benchmarks.harness.report import median_of, ratio_over_rounds, select
 from benchmarks.harness.timing import MAX_STOLEN, StolenTime
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.lab.commands import SwitchReport
 from polyrhythm.lab.lab import Lab
 from polyrhythm.sync.fusion.layers import LayerTimes, by_bytes
 from polyrhythm.sync.fusion.tuner import FIRST, BucketCandidate
@@ -105,10 +104,12 @@ class MeasuredSetting:
         """The measured times in the paper's bounds."""
         return self.setting.times(self.seconds(NO_SYNC), self.goodput)
 
-    def layered(self, bucket: Bytes) -> Seconds:
-        """Return the bound of a decoupled step whose layers wait for their own buckets.
+    @property
+    def layered(self) -> Seconds:
+        """Return the bound of a decoupled step whose layers wait for their own buckets, the best.
 
-        Without latency: messages in flight at the same time share it.
+        A first gradient must be computed before anything is sent, and a last layer after all
+        arrived. Without latency: messages in flight at the same time share it.
         """
         setting, times = self.setting, self.times
         layer = LayerTimes(
@@ -117,9 +118,15 @@ class MeasuredSetting:
             backward=times.backward / setting.num_layers,
         )
         layers = [layer] * setting.num_layers
-        buckets = by_bytes([layer.size] * setting.num_layers, bucket)
+        sizes = {side.bucket for side in setting.sides if side.kind == OURS}
         ring = Ring(latency=0.0, bandwidth=self.goodput)
-        return dear(layers, buckets, ring, setting.num_workers).seconds
+        return min(
+            dear(
+                layers, by_bytes([layer.size] * len(layers), size), ring, setting.num_workers
+            ).seconds
+            for size in sizes
+            if size is not None
+        )
 
     def best(self, kind: str) -> str:
         """Return the fastest side of a kind in its last round, by medians over rounds."""
@@ -147,7 +154,7 @@ class DecoupledPool(WorkerPool):
 
     def __init__(self, lab: Lab) -> None:
         super().__init__(lab, work, timeout=_CALL_TIMEOUT, serves_orders=True)
-        self._lab = lab
+        self.lab = lab
 
     def set_network(
         self,
@@ -160,26 +167,22 @@ class DecoupledPool(WorkerPool):
         """Set the `bandwidth` of TCP's payload; links inside a node are fast and short."""
         wire = bandwidth * WIRE_OVERHEAD
         self._set_uplink(wire if uplink else None, node_size)
-        set_links(self._lab, latency, max(_FAST, 2 * wire) if uplink else wire)
-        for pair in itertools.combinations(enumerate(self._lab.hosts), 2):
+        set_links(self.lab, latency, max(_FAST, 2 * wire) if uplink else wire)
+        for pair in itertools.combinations(enumerate(self.lab.hosts), 2):
             (one, source), (other, target) = pair
             if one // node_size == other // node_size:
-                set_links(self._lab, _SHORT, _FAST, between=(source, target))
+                set_links(self.lab, _SHORT, _FAST, between=(source, target))
 
     def set_fast_network(self) -> None:
         """For preparations, which take many messages and are not timed."""
         self._set_uplink(None)
-        set_links(self._lab, _SHORT, _FASTEST)
-
-    def report(self) -> SwitchReport:
-        """Return what the network has carried since the last report, and how punctually."""
-        return self._lab.report(reset=True)
+        set_links(self.lab, _SHORT, _FASTEST)
 
     def _set_uplink(self, bandwidth: BytesPerSecond | None, node_size: int = 1) -> None:
-        hosts = self._lab.hosts
+        hosts = self.lab.hosts
         outside = [
             [
-                self._lab.address(host)
+                self.lab.address(host)
                 for other, host in enumerate(hosts)
                 if other // node_size != rank // node_size
             ]
@@ -197,8 +200,13 @@ def measure(
     pool.set_network(
         setting.latency, setting.bandwidth, uplink=setting.uplink, node_size=setting.node_size
     )
-    rate = _goodput(pool, setting)
-    tuned = _tune(pool) if setting.has(TUNED) else None
+    sizes = _SMALL, setting.size // 2
+    answers = pool.call("time_messages", sizes, setting.num_rounds, setting.latency)
+    rate = goodput(sizes, *answers[0], most=setting.bandwidth)  # the same on all workers
+    tuned = None
+    if setting.has(TUNED):
+        candidates = pool.call("tune", DecoupledSide(TUNED), timeout=_TUNING_TIMEOUT)[0]
+        tuned = TunedBucket.of(candidates, BucketCandidate(FIRST))
     rows: list[DecoupledRow] = []
     difference, repeated = math.nan, Counter[str]()
     for number in range(setting.num_rounds):
@@ -275,10 +283,10 @@ def _run(
     pool: DecoupledPool, setting: DecoupledSetting, side: DecoupledSide, number: int
 ) -> DecoupledRow:
     """Time the second of two steps: in the first, no message of a step before is in flight."""
-    pool.report()
+    pool.lab.report(reset=True)
     stolen = StolenTime()
     ends = pool.call("run", side, _NUM_STEPS)
-    share, report = stolen.share(), pool.report()
+    share, report = stolen.share(), pool.lab.report(reset=True)
     first, last = map(max, zip(*ends, strict=True))
     return DecoupledRow(
         setting=setting.name,
@@ -290,13 +298,6 @@ def _run(
         stolen=share,
         trouble=report.switch_timing.trouble,
     )
-
-
-def _goodput(pool: DecoupledPool, setting: DecoupledSetting) -> BytesPerSecond:
-    sizes = _SMALL, setting.size // 2
-    answers = pool.call("time_messages", sizes, setting.num_rounds, setting.latency)
-    small, large = answers[0]  # the same on all workers
-    return goodput(sizes, small, large, most=setting.bandwidth)
 
 
 def goodput(
@@ -314,8 +315,3 @@ def goodput(
     longer = min(large) - min(small)
     rate = (sizes[1] - sizes[0]) / longer if longer > 0 else math.inf
     return min(rate, most)
-
-
-def _tune(pool: DecoupledPool) -> TunedBucket:
-    candidates = pool.call("tune", DecoupledSide(TUNED), timeout=_TUNING_TIMEOUT)[0]
-    return TunedBucket.of(candidates, BucketCandidate(FIRST))

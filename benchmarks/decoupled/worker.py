@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from benchmarks.decoupled.collectives import CollectiveRow, message_time, time_collectives
+from benchmarks.decoupled.collectives import message_time, time_collectives
 from benchmarks.decoupled.settings import (
     DDP,
     FSDP2,
@@ -27,7 +27,6 @@ from benchmarks.decoupled.settings import (
     MIB,
     OURS,
     TUNED,
-    CollectiveSetting,
     DecoupledSetting,
     DecoupledSide,
 )
@@ -60,6 +59,8 @@ def work(worker: PoolWorker) -> None:
 class _Sides:
     """The sides of the present setting; the driver calls the public methods."""
 
+    time_collectives = staticmethod(time_collectives)
+
     def __init__(self) -> None:
         self._made: dict[DecoupledSide, DecoupledTraining] = {}
 
@@ -75,8 +76,34 @@ class _Sides:
     def set_uplink(
         self, bandwidth: BytesPerSecond | None, targets: Sequence[Sequence[str]]
     ) -> None:
-        """Limit the traffic to the addresses in this rank's entry of `targets`."""
-        _set_uplink(bandwidth, targets[dist.get_rank()])
+        """Share one line among all that this host sends to its `targets`; None removes the line.
+
+        The lab gives each pair of hosts a line of its own: a worker that sends to three others at
+        the same time would have three times the bandwidth of one in a ring, which sends to its
+        neighbour alone. With an uplink both have the same, as in the paper's equations.
+        """
+        from pyroute2 import IPRoute, NetlinkError  # type: ignore[import-untyped]
+
+        with IPRoute() as netlink:
+            (device,) = netlink.link_lookup(ifname=DEVICE)
+            if any(q.get_attr("TCA_KIND") == "htb" for q in netlink.get_qdiscs(device)):
+                netlink.tc("del", "htb", device, _QUEUE)
+            if bandwidth is None:
+                return
+            limits = {"rate": round(bandwidth), "burst": _BURST, "cburst": _BURST}
+            try:
+                netlink.tc("add", "htb", device, _QUEUE, default=0)
+                netlink.tc("add-class", "htb", device, _LINE, parent=_QUEUE, **limits)
+                for target in targets[dist.get_rank()]:
+                    key = f"{int(ipaddress.IPv4Address(target)):#010x}/0xffffffff+{_TARGET}"
+                    to_line = {"protocol": _IPV4, "prio": 1, "target": _LINE, "keys": [key]}
+                    netlink.tc("add-filter", "u32", device, parent=_QUEUE, **to_line)
+            except NetlinkError as error:
+                raise LabError(
+                    f"limiting what a host sends: {error}",
+                    expected="a kernel with hierarchical token buckets and the u32 classifier",
+                    fix="modprobe sch_htb cls_u32, as root",
+                ) from None
 
     def run(self, side: DecoupledSide, num_steps: int) -> list[Seconds]:
         """Return when each step ended."""
@@ -97,9 +124,6 @@ class _Sides:
         self, sizes: Sequence[Bytes], num_messages: int, latency: Seconds
     ) -> list[list[Seconds]]:
         return [[message_time(size, latency) for _ in range(num_messages)] for size in sizes]
-
-    def time_collectives(self, setting: CollectiveSetting) -> list[CollectiveRow]:
-        return time_collectives(setting)
 
     def close(self) -> None:
         dist.barrier()
@@ -213,34 +237,3 @@ def _adam_bytes(setting: DecoupledSetting, kind: str) -> Bytes:
     dist.barrier()
     training.close()
     return found
-
-
-def _set_uplink(bandwidth: BytesPerSecond | None, targets: Sequence[str]) -> None:
-    """Share one line among all that this host sends to `targets`; None removes the line.
-
-    The lab gives each pair of hosts a line of its own: a worker that sends to three others at the
-    same time would have three times the bandwidth of one in a ring, which sends to its neighbour
-    alone. With an uplink both have the same, as in the paper's equations.
-    """
-    from pyroute2 import IPRoute, NetlinkError  # type: ignore[import-untyped]
-
-    with IPRoute() as netlink:
-        (device,) = netlink.link_lookup(ifname=DEVICE)
-        if any(q.get_attr("TCA_KIND") == "htb" for q in netlink.get_qdiscs(device)):
-            netlink.tc("del", "htb", device, _QUEUE)
-        if bandwidth is None:
-            return
-        limits = {"rate": round(bandwidth), "burst": _BURST, "cburst": _BURST}
-        try:
-            netlink.tc("add", "htb", device, _QUEUE, default=0)
-            netlink.tc("add-class", "htb", device, _LINE, parent=_QUEUE, **limits)
-            for target in targets:
-                key = f"{int(ipaddress.IPv4Address(target)):#010x}/0xffffffff+{_TARGET}"
-                to_line = {"protocol": _IPV4, "prio": 1, "target": _LINE, "keys": [key]}
-                netlink.tc("add-filter", "u32", device, parent=_QUEUE, **to_line)
-        except NetlinkError as error:
-            raise LabError(
-                f"limiting what a host sends: {error}",
-                expected="a kernel with hierarchical token buckets and the u32 classifier",
-                fix="modprobe sch_htb cls_u32, as root",
-            ) from None

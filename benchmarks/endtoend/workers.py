@@ -13,17 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 import torch._dynamo  # before the fork: it takes a second
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 from benchmarks.endtoend.job import EmulatedSpeed, JobReporter, JobSetting
 from benchmarks.harness.pipeline_job import FLOAT
@@ -32,7 +30,7 @@ from benchmarks.plan.lab import XL_GRADIENT, XL_LAYERS
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.reader import make_order
-from polyrhythm.run.demo.gpt import Embedding, Head, next_byte_loss, standard_library
+from polyrhythm.run.demo.gpt import ByteText, Embedding, Head, next_byte_loss, standard_library
 from polyrhythm.run.demo.job import GPTShape
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.fit_loop import StepInfo
@@ -48,6 +46,8 @@ _WARM_UP = 0.1  # of all steps
 _TEXT: Bytes = 4_000_000
 _HELD_OUT = 10  # one window in ten
 _NICE = 10  # of the single process: the others are timed
+
+Windows = Subset[tuple[Tensor, Tensor]]  # some of the consecutive windows of a text
 
 
 class CompactBlock(nn.Module):
@@ -102,30 +102,14 @@ def byte_scale() -> float:
     return layer_bytes(XL_LAYERS)[1] / XL_GRADIENT
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Some of the consecutive windows of a text; targets are one byte ahead."""
-
-    def __init__(self, text: bytes, places: NDArray[np.int64]) -> None:
-        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self.places = places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        start = int(self.places[number]) * CONTEXT
-        window = self._text[start : start + CONTEXT + 1].long()
-        return window[:-1], window[1:]
-
-
 def texts(num_held_out: int) -> tuple[Windows, Windows]:
     """Return the windows to learn from, and some of every tenth window, which nobody learns."""
-    text = standard_library(_TEXT)
-    places = np.arange((len(text) - 1) // CONTEXT)
-    is_held_out = places % _HELD_OUT == 0
-    held_out = places[is_held_out]
+    text = ByteText(standard_library(_TEXT), context=CONTEXT)
+    starts = range(0, len(text), CONTEXT)
+    held_out = starts[::_HELD_OUT]
     some = held_out[:: max(1, len(held_out) // max(1, num_held_out))][:num_held_out]
-    return Windows(text, places[~is_held_out]), Windows(text, some)
+    learned = [start for number, start in enumerate(starts) if number % _HELD_OUT]
+    return Subset(text, learned), Subset(text, some)
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:

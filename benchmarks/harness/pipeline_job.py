@@ -157,11 +157,24 @@ def _work(pool_worker: PoolWorker, workers: Sequence[EmulatedWorker], record: St
             loss_fn=functional.mse_loss,
             n_microbatches=spec.num_microbatches,
             schedule=spec.schedule,
-            process_group=_own_pipeline(spec),
+            process_group=pipeline_groups(len(workers), spec.num_stages)[spec.worker.pipeline],
             timeout=TIMEOUT,
             pipeline=spec.worker.pipeline,
         )
-        sync = _group_sync(spec, pipeline, optimizer)
+        sync = None
+        if spec.num_pipelines > 1:
+            sync = GroupSync(
+                pipeline,
+                optimizer,
+                spec.sync.policy,
+                options=spec.sync.options,
+                overlap=spec.sync.overlap,
+                decoupled=spec.sync.decoupled,
+                worker=spec.worker,
+                num_pipelines=spec.num_pipelines,
+                node=spec.device,
+                timeout=TIMEOUT,
+            )
         batch = torch.ones(spec.num_microbatches, spec.num_activations)
 
         def compute() -> None:
@@ -183,28 +196,9 @@ def _work(pool_worker: PoolWorker, workers: Sequence[EmulatedWorker], record: St
             record.add(spec.rank, step, time.monotonic())
 
 
-def _group_sync(
-    spec: EmulatedWorker, pipeline: Pipeline, optimizer: torch.optim.Optimizer
-) -> GroupSync | None:
-    if spec.num_pipelines == 1:
-        return None
-    return GroupSync(
-        pipeline,
-        optimizer,
-        spec.sync.policy,
-        options=spec.sync.options,
-        overlap=spec.sync.overlap,
-        decoupled=spec.sync.decoupled,
-        worker=spec.worker,
-        num_pipelines=spec.num_pipelines,
-        node=spec.device,
-        timeout=TIMEOUT,
-    )
-
-
-def _own_pipeline(spec: EmulatedWorker) -> dist.ProcessGroup:
-    groups: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(first, first + spec.num_stages)))
-        for first in range(0, spec.num_stages * spec.num_pipelines, spec.num_stages)
+def pipeline_groups(num_workers: int, num_stages: int) -> list[dist.ProcessGroup]:
+    """Return a process group per pipeline; all workers make all of them."""
+    return [
+        dist.new_group(list(range(first, first + num_stages)))
+        for first in range(0, num_workers, num_stages)
     ]
-    return groups[spec.worker.pipeline]

@@ -57,17 +57,17 @@ BARS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PipelineExperiment:
     network: PipelineNetwork
     sides: tuple[str, ...]
     num_rounds: int
-    adapting: int  # steps of auto that do not count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSetting:
     experiments: tuple[PipelineExperiment, ...]
+    adapting: int  # steps of auto that do not count
     load: StageLoad
     forward: Seconds
     follow_forward: Seconds
@@ -88,34 +88,21 @@ class PipelineRow:
     in_flight: tuple[int, ...]  # measured peak per stage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowedPhase:
-    network: str
-    schedule: str  # at its end
-    steps: int  # after which that schedule was in use
-    followed: bool
-
-    def __str__(self) -> str:
-        word = "followed" if self.followed else "NOT followed"
-        return f"phase {self.network}: {word}, {self.schedule} after {self.steps} steps"
-
-
-def _experiments(num_rounds: int, adapting: int) -> tuple[PipelineExperiment, ...]:
+def _experiments(num_rounds: int) -> tuple[PipelineExperiment, ...]:
     """The last network differs least from the ideal, and gets more rounds."""
-    return tuple(
-        PipelineExperiment(network=network, sides=sides, num_rounds=rounds, adapting=adapting)
-        for network, sides, rounds in (
-            (networks.HALF, (BASELINE, OWN, AUTO), num_rounds),
-            (FULL, (BASELINE, OWN, AUTO), num_rounds),
-            (networks.BURSTY, (BASELINE, OWN, AUTO), num_rounds),
-            (networks.SLOW_LINK, (OWN, AUTO, KFKB), num_rounds),
-            (FAST, (BASELINE, OWN, AUTO), 2 * num_rounds - 1),
-        )
+    sides = BASELINE, OWN, AUTO
+    return (
+        PipelineExperiment(networks.HALF, sides, num_rounds),
+        PipelineExperiment(FULL, sides, num_rounds),
+        PipelineExperiment(networks.BURSTY, sides, num_rounds),
+        PipelineExperiment(networks.SLOW_LINK, (OWN, AUTO, KFKB), num_rounds),
+        PipelineExperiment(FAST, sides, 2 * num_rounds - 1),
     )
 
 
 FULL_SETTING = PipelineSetting(
-    experiments=_experiments(num_rounds=3, adapting=3),
+    experiments=_experiments(num_rounds=3),
+    adapting=3,
     load=StageLoad(num_microbatches=12, num_floats=8192),
     forward=0.080,
     follow_forward=0.030,
@@ -124,7 +111,8 @@ FULL_SETTING = PipelineSetting(
     max_tries=4,
 )
 QUICK_SETTING = PipelineSetting(
-    experiments=_experiments(num_rounds=1, adapting=1),
+    experiments=_experiments(num_rounds=1),
+    adapting=1,
     load=StageLoad(num_microbatches=4, num_floats=8192),
     forward=0.012,
     follow_forward=0.012,
@@ -137,7 +125,9 @@ def run(*, quick: bool, console: Console) -> Result:
     setting = QUICK_SETTING if quick else FULL_SETTING
     rows: list[PipelineRow] = []
     with Lab(networks.cluster()) as lab, StagePool(lab, setting.load) as pool:
-        _warm_up(pool, setting)
+        pool.set_network(FAST, setting.forward)
+        for side in (BASELINE, OWN, KFKB):  # makes connections and buffers; torch exchanges shapes
+            pool.step(side, 0.002, FAST, seed=0)
         for experiment in setting.experiments:
             measured = _measure(pool, experiment, setting)
             rows += measured
@@ -146,19 +136,12 @@ def run(*, quick: bool, console: Console) -> Result:
     ratios = {
         **_ratios(rows, setting),
         "plain_loop": plain_loop(setting.loop_rounds),
-        "follows": float(all(phase.followed for phase in phases)),
+        "follows": float(all(followed for followed, _ in phases)),
     }
     print_bars(console, BARS, ratios, quick=quick)
-    for phase in phases:
-        print_line(console, str(phase))
+    for _, phase in phases:
+        print_line(console, phase)
     return Result(bench="pipeline", ratios=ratios, figures=_figures(rows, setting), rows=rows)
-
-
-def _warm_up(pool: StagePool, setting: PipelineSetting) -> None:
-    """Make connections and buffers, and let torch exchange shapes."""
-    pool.set_network(FAST, setting.forward)
-    for side in (BASELINE, OWN, KFKB):
-        pool.step(side, 0.002, FAST, seed=0)
 
 
 def _measure(
@@ -166,7 +149,7 @@ def _measure(
 ) -> list[PipelineRow]:
     network, forward = experiment.network, setting.forward
     pool.set_network(network, forward)
-    for number in range(experiment.adapting):
+    for number in range(setting.adapting):
         pool.step(AUTO, forward, network, seed=1000 + number, restart=number == 0)
     rows = []
     for number in range(experiment.num_rounds):
@@ -226,8 +209,8 @@ def _figures(rows: Sequence[PipelineRow], setting: PipelineSetting) -> dict[str,
     return figures
 
 
-def _follow(pool: StagePool, setting: PipelineSetting) -> list[FollowedPhase]:
-    """Run `auto` on a network that is fast, slow and fast again."""
+def _follow(pool: StagePool, setting: PipelineSetting) -> list[tuple[bool, str]]:
+    """Run `auto` on a network that is fast, slow and fast again; see `_judge`."""
     phases, forward = [], setting.follow_forward
 
     def schedules(network: PipelineNetwork) -> list[str]:
@@ -245,11 +228,11 @@ def _follow(pool: StagePool, setting: PipelineSetting) -> list[FollowedPhase]:
 
 def _judge(
     network: PipelineNetwork, used: Sequence[str], forward: Seconds, num_microbatches: int
-) -> FollowedPhase:
+) -> tuple[bool, str]:
     """Judge the schedule in use after a phase's last step, simulated on the described network.
 
-    `auto` has followed if the schedule is within two per cent of the ideal and, where 1F1B is too,
-    needs no more memory than 1F1B.
+    Return whether `auto` has followed, and a line about it. It has if the schedule is within two
+    per cent of the ideal and, where 1F1B is too, needs no more memory than 1F1B.
     """
     longest = _ALLOWED * ideal(network, forward, num_microbatches)
 
@@ -259,12 +242,10 @@ def _judge(
 
     last, first = ScheduleSpec.parse(used[-1]), ScheduleSpec("1f1b")
     is_small = not is_short(first) or _held(last) <= _held(first)
-    return FollowedPhase(
-        network=network.name,
-        schedule=used[-1],
-        steps=max((i + 1 for i, schedule in enumerate(used) if schedule != used[-1]), default=0),
-        followed=is_short(last) and is_small,
-    )
+    num_steps = max((i + 1 for i, schedule in enumerate(used) if schedule != used[-1]), default=0)
+    followed = is_short(last) and is_small
+    word = "followed" if followed else "NOT followed"
+    return followed, f"phase {network.name}: {word}, {used[-1]} after {num_steps} steps"
 
 
 def _held(spec: ScheduleSpec) -> int:

@@ -38,12 +38,9 @@ class SimulatedShape:
     num_microbatches: int
     num_steps: int
 
-    @property
-    def num_workers(self) -> int:
-        return self.num_stages * self.num_pipelines
-
     def __str__(self) -> str:
-        grid = f"{self.num_workers:,} workers ({self.num_pipelines} x {self.num_stages})"
+        num_workers = self.num_stages * self.num_pipelines
+        grid = f"{num_workers:,} workers ({self.num_pipelines} x {self.num_stages})"
         return f"{grid}, {self.num_steps:,} steps, M = {self.num_microbatches}"
 
     @property

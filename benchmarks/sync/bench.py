@@ -9,8 +9,8 @@ synchronising is fast, too. Then the scheduler alone, under the load of a thousa
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -31,14 +31,7 @@ from benchmarks.harness.report import (
 )
 from benchmarks.harness.timing import undisturbed
 from benchmarks.sync import settings
-from benchmarks.sync.settings import (
-    ALL_REDUCE,
-    BANDWIDTH,
-    LATENCY,
-    SyncSetting,
-    SyncSide,
-    SyncSuite,
-)
+from benchmarks.sync.settings import ALL_REDUCE, BANDWIDTH, LATENCY, SyncSetting, SyncSide
 from benchmarks.sync.worker import SyncAnswer, SyncOrder, work
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import LabError
@@ -116,7 +109,11 @@ def run(*, quick: bool, console: Console) -> Result:
     print_line(console, "distance: of models from their mean, at the end (root mean square)")
     print_line(console, "loss: half the mean square of the weights, which noise keeps from 0")
     rows: list[SyncRow] = []
-    with _lanes(suite) as lanes:
+    with ExitStack() as stack:
+        lanes = list[SyncPool]()  # in a lab each
+        for _ in range(suite.num_lanes):
+            lab = stack.enter_context(Lab(cluster(suite.num_workers)))
+            lanes.append(stack.enter_context(SyncPool(lab, num_stages=suite.num_stages)))
         for setting in suite.settings:
             if setting.name == settings.HOMOGENEOUS.name and not quick:
                 setting = _calibrated(lanes, setting, console)
@@ -127,8 +124,8 @@ def run(*, quick: bool, console: Console) -> Result:
                 print_line(console, f"not to be trusted: {trouble}")
     ratios = {
         **ratios_of(rows),
-        "scheduler_per_s": scheduler.per_s,
-        "scheduler_p99_ms": scheduler.p99_ms,
+        "scheduler_per_s": scheduler["per_s"],
+        "scheduler_p99_ms": scheduler["p99_ms"],
     }
     notes = {name: _note(rows, ratio) for name, ratio in RATIOS.items()}
     print_bars(console, BARS, ratios, quick=quick, notes=notes)
@@ -159,17 +156,6 @@ class SyncPool(WorkerPool):
     def trouble(self) -> str | None:
         """Return why the emulated network cannot be trusted since the last call, if so."""
         return self.lab.report(reset=True).switch_timing.trouble
-
-
-@contextmanager
-def _lanes(suite: SyncSuite) -> Iterator[list[SyncPool]]:
-    """Yield pools in a lab each."""
-    with ExitStack() as stack:
-        lanes = []
-        for _ in range(suite.num_lanes):
-            lab = stack.enter_context(Lab(cluster(suite.num_workers)))
-            lanes.append(stack.enter_context(SyncPool(lab, num_stages=suite.num_stages)))
-        yield lanes
 
 
 def run_together(

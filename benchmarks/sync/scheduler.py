@@ -55,23 +55,6 @@ _JITTER = 0.1  # of a worker's period, so that workers do not fall into step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerFigures:
-    """Figures with one connection per worker, unless stated otherwise."""
-
-    num_workers: int
-    per_s: float  # cycles of workers at saturation
-    cpu_us: float  # of the coordinator's process, all threads, per cycle
-    half_per_s: float  # cycles while answers were timed
-    p50_ms: float  # of all answers
-    p99_ms: float
-    assign_p99_ms: float
-    commit_p99_ms: float
-    num_answers: int
-    num_replayed: int  # decisions of the log, all of which came out the same
-    per_s_by_connections: dict[int, float]  # at saturation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSetting:
     num_stages: int
     num_pipelines: int
@@ -122,8 +105,8 @@ class MessageTimes:
     committed: dict[tuple[Worker, int], Seconds] = field(default_factory=dict)
 
 
-def measure(*, quick: bool, console: Console) -> SchedulerFigures:
-    """Measure and print the figures: under 25 s, or 4 s if quick."""
+def measure(*, quick: bool, console: Console) -> dict[str, float]:
+    """Measure and print the figures, in under 25 s, or 4 s if quick: a connection per worker."""
     setting = QUICK if quick else FULL
     num_workers = setting.num_stages * setting.num_pipelines
     per_s = {}
@@ -140,20 +123,32 @@ def measure(*, quick: bool, console: Console) -> SchedulerFigures:
             log = Path(folder) / f"{number} {LOG_NAME}"
             with _loaded_coordinator(setting.setup, log, number) as (load, process):
                 per_s[number], _ = _saturate(load, setting, process)
-    figures = SchedulerFigures(
-        num_workers=num_workers,
-        per_s=per_s[num_workers],
-        cpu_us=1e6 * cpu,
-        half_per_s=statistics.fmean(window.per_s for window in timed),
-        p50_ms=1e3 * statistics.median(assigns + commits),
-        p99_ms=1e3 * _p99(assigns + commits),
-        assign_p99_ms=1e3 * _p99(assigns),
-        commit_p99_ms=1e3 * _p99(commits),
-        num_answers=len(assigns) + len(commits),
-        num_replayed=num_replayed,
-        per_s_by_connections=per_s,
+    waits = assigns + commits
+    figures = {
+        "per_s": per_s[num_workers],  # cycles of workers at saturation
+        "cpu_us": 1e6 * cpu,  # of the coordinator's process, all threads, per cycle
+        "half_per_s": statistics.fmean(window.per_s for window in timed),
+        "p50_ms": 1e3 * statistics.median(waits),
+        "p99_ms": 1e3 * _p99(waits),
+        "assign_p99_ms": 1e3 * _p99(assigns),
+        "commit_p99_ms": 1e3 * _p99(commits),
+        "answers": len(waits),
+        "replayed": num_replayed,  # decisions of the log, all of which came out the same
+    }
+    print_table(
+        console,
+        ["connections", "worker cycles/s at saturation"],
+        [[f"{number:,}", f"{rate:,.0f}"] for number, rate in per_s.items()],
+        title=f"one coordinator, {num_workers:,} workers, policy age, CURVE, log written",
+        numbers=True,
     )
-    _print_figures(figures, console)
+    print_line(
+        console,
+        "the coordinator took {cpu_us:.0f} us of processor time per cycle; at {half_per_s:,.0f} "
+        "cycles/s, answers took {p50_ms:.2f} ms in the median, 99 % at most {p99_ms:.2f} ms "
+        "(Assign {assign_p99_ms:.2f}, Commit {commit_p99_ms:.2f}; {answers:,} answers); the log of "
+        "{replayed:,} decisions replays".format(**figures),
+    )
     return figures
 
 
@@ -406,21 +401,3 @@ def _sent(event: Event, times: MessageTimes) -> Seconds | None:
 
 def _p99(waits: list[Seconds]) -> Seconds:
     return statistics.quantiles(waits, n=100)[98]
-
-
-def _print_figures(figures: SchedulerFigures, console: Console) -> None:
-    print_table(
-        console,
-        ["connections", "worker cycles/s at saturation"],
-        [[f"{n:,}", f"{rate:,.0f}"] for n, rate in figures.per_s_by_connections.items()],
-        title=f"one coordinator, {figures.num_workers:,} workers, policy age, CURVE, log written",
-        numbers=True,
-    )
-    print_line(
-        console,
-        f"the coordinator took {figures.cpu_us:.0f} us of processor time per cycle; at "
-        f"{figures.half_per_s:,.0f} cycles/s, answers took {figures.p50_ms:.2f} ms in the median, "
-        f"99 % at most {figures.p99_ms:.2f} ms "
-        f"(Assign {figures.assign_p99_ms:.2f}, Commit {figures.commit_p99_ms:.2f}; "
-        f"{figures.num_answers:,} answers); the log of {figures.num_replayed:,} decisions replays",
-    )

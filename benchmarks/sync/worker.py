@@ -9,7 +9,6 @@ one.
 import gc
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.harness.compute import EmulatedCompute, EmulatedLayer
+from benchmarks.harness.pipeline_job import pipeline_groups
 from benchmarks.harness.pool import TIMEOUT, PoolWorker
 from benchmarks.sync.settings import MICROBATCHES_PER_WORKER, SyncSetting, SyncSide, device_name
 from polyrhythm.describe.slowness import Slowness, load_traces
@@ -66,10 +66,7 @@ def work(worker: PoolWorker, num_stages: int) -> None:
     torch.set_num_threads(1)
     with worker.process_group():
         num_workers, training = worker.world_size - 1, None
-        pipelines = [
-            dist.new_group(list(range(first, first + num_stages)))
-            for first in range(0, num_workers, num_stages)
-        ]
+        pipelines = pipeline_groups(num_workers, num_stages)
         for order in worker.orders():
             _release(training)
             training = None
@@ -87,7 +84,7 @@ def work(worker: PoolWorker, num_stages: int) -> None:
 
 def _release(training: "SyncTraining | None") -> None:
     """Close a pipeline once all stages are done: until then they may need its messages."""
-    if isinstance(training, _Staged):
+    if training is not None and training.pipeline is not None:
         training.pipeline.close()
 
 
@@ -132,7 +129,7 @@ class _Stage(EmulatedLayer):
 
 
 @dataclass(slots=True, kw_only=True)
-class SyncTraining(ABC):
+class SyncTraining:
     """One worker's part in one order."""
 
     setting: SyncSetting
@@ -141,6 +138,7 @@ class SyncTraining(ABC):
     optimizer: torch.optim.Optimizer
     compute: EmulatedCompute
     log: EventLog
+    pipeline: Pipeline | None = None  # in a grid
     sync: GroupSync | None = None
     gradient_error: float = 0.0
     end: Seconds = math.inf
@@ -153,7 +151,11 @@ class SyncTraining(ABC):
         time.sleep(max(0.0, start - time.monotonic()))
         cpu, weights = time.process_time(), self.model.weight.detach().clone()
         completions = []
-        for has_update in self._steps():
+        mode = self.side.mode
+        is_balanced = mode is not None and mode.balances_microbatches
+        plain_steps = self._balanced_steps if is_balanced else self._plain_steps
+        steps = plain_steps() if self.pipeline is None else self._stage_steps(self.pipeline)
+        for has_update in steps:
             now = time.monotonic()
             if has_update:
                 completions.append(now)
@@ -173,15 +175,10 @@ class SyncTraining(ABC):
             cpu=cpu,
         )
 
-    @abstractmethod
-    def _steps(self) -> Iterator[bool]:
-        """Run steps until the time is over; yield after each whether it had an update."""
+    # Each runs steps until the time is over, and yields after each whether it had an update.
 
-
-class _Plain(SyncTraining):
-    """A data-parallel worker: forward, backward, update, average."""
-
-    def _steps(self) -> Iterator[bool]:
+    def _plain_steps(self) -> Iterator[bool]:
+        """Data-parallel: forward, backward, update, average."""
         setting, weight = self.setting, self.model.weight
         numbers: Iterable[int] = count()
         if self.side.mode is not None and not self.side.mode.has_coordinator:
@@ -199,11 +196,8 @@ class _Plain(SyncTraining):
                 self.sync.step()
             yield True
 
-
-class _Balanced(SyncTraining):
-    """Computes its share of the global batch. The gradient of each micro-batch is fixed."""
-
-    def _steps(self) -> Iterator[bool]:
+    def _balanced_steps(self) -> Iterator[bool]:
+        """Compute a share of the global batch. The gradient of each micro-batch is fixed."""
         assert self.sync is not None, "balanced is a policy"
         setting, weight = self.setting, self.model.weight
         num_microbatches = MICROBATCHES_PER_WORKER * setting.num_workers
@@ -226,14 +220,7 @@ class _Balanced(SyncTraining):
             self.sync.step()
             yield True
 
-
-class _Staged(SyncTraining):
-    """One stage of a pipeline in a grid."""
-
-    pipeline: Pipeline
-
-    def _steps(self) -> Iterator[bool]:
-        pipeline = self.pipeline
+    def _stage_steps(self, pipeline: Pipeline) -> Iterator[bool]:
         batch = torch.ones(self.side.num_microbatches, _NUM_ACTIVATIONS)
         while not self.model.was_last:
             if pipeline.is_first and time.monotonic() >= self.end:
@@ -260,10 +247,7 @@ def _prepared(order: SyncOrder, pool_worker: PoolWorker, group: dist.ProcessGrou
         slowness=Slowness.of(setting.scenario, device_name(rank), index=rank, traces=traces),
     )
     model = _Stage(setting, side, compute, seed=1000 * setting.scenario.seed + rank)
-    is_staged = setting.num_stages > 1
-    is_balanced = side.mode is not None and side.mode.balances_microbatches
-    kind = _Staged if is_staged else _Balanced if is_balanced else _Plain
-    training: SyncTraining = kind(
+    training = SyncTraining(
         setting=setting,
         side=side,
         model=model,
@@ -271,9 +255,9 @@ def _prepared(order: SyncOrder, pool_worker: PoolWorker, group: dist.ProcessGrou
         compute=compute,
         log=EventLog(worker_log(pool_worker.folder / order.name, worker)),
     )
-    trained: _Stage | Pipeline = model
-    if isinstance(training, _Staged):
-        trained = training.pipeline = Pipeline(
+    is_staged = setting.num_stages > 1
+    if is_staged:
+        training.pipeline = Pipeline(
             model,
             loss_fn=functional.mse_loss,
             n_microbatches=side.num_microbatches,
@@ -285,7 +269,7 @@ def _prepared(order: SyncOrder, pool_worker: PoolWorker, group: dist.ProcessGrou
         )
     if side.policy is not None:
         training.sync = GroupSync(
-            trained,
+            model if training.pipeline is None else training.pipeline,
             training.optimizer,
             side.policy,
             options=side.options,

@@ -5,7 +5,7 @@ the network.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyrhythm.types import Seconds
 from reproduction.ada_grouper.models import GPT
@@ -44,26 +44,20 @@ def measure() -> GranularityResult:
     return GranularityResult(
         rounds={number: _steps(flows, f"round {number}") for number, flows in _ROUNDS.items()},
         plain={
-            size: _job(BUSY_FLOWS, "round 3").pipeline_step(1, size)
+            size: medium_job(BUSY_FLOWS, "round 3").pipeline_step(1, size)
             for size in sorted(set(SIZES.values()))
         },
         loads={flows: _steps(flows, "load", ks=_LOAD_KS) for flows in _LOADS},
     )
 
 
-def _job(flows: float, seed: str) -> AdaGrouperJob:
-    return AdaGrouperJob(
-        model=GPT["GPT-Medium"],
-        platform=S1,
-        num_workers=NUM_WORKERS,
-        batch=BATCH,
-        other_flows=flows,
-        seed=seed,
-    )
+def medium_job(flows: float, seed: str) -> AdaGrouperJob:
+    platform = replace(S1, other_flows=flows)
+    return AdaGrouperJob(GPT["GPT-Medium"], platform, NUM_WORKERS, BATCH, seed)
 
 
 def _steps(flows: float, seed: str, ks: tuple[int, ...] = tuple(SIZES)) -> dict[int, Seconds]:
-    return {k: _job(flows, seed).pipeline_step(k, SIZES[k]) for k in ks}
+    return {k: medium_job(flows, seed).pipeline_step(k, SIZES[k]) for k in ks}
 
 
 def rows(found: GranularityResult) -> Iterator[PaperRow]:

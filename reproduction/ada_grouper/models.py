@@ -62,64 +62,46 @@ def _gpt(num_blocks: int, hidden: int, num_heads: int) -> AdaGrouperModel:
 
 def _unet(width: int) -> AdaGrouperModel:
     """U-Net of a first width, for latent images of 32 x 32."""
-    parts = list(_unet_layers(width, 32))
-    pending: list[int] = []
-    skips = []
-    for number, part in enumerate(parts):
-        if part.takes_skip:
-            skips.append((pending.pop(), number))
-        if part.gives_skip:
-            pending.append(number)
-    assert not pending, "every skip is consumed"
-    return AdaGrouperModel(
-        layers=tuple(part.work for part in parts),
-        dtype="float32",
-        num_parameters=sum(part.work.parameters for part in parts),
-        skips=tuple(skips),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _UnetLayer:
-    work: LayerWork
-    gives_skip: bool = False
-    takes_skip: bool = False  # the last one that is pending
-
-
-def _unet_layers(width: int, image: int) -> Iterator[_UnetLayer]:
+    channels, side, last = width, 32, len(_WIDTHS) - 1
     embedded = 4 * width  # numbers of the time step's embedding
-    first = _convolution("input", _LATENT, width, image)
+    first = _convolution("input", _LATENT, width, side)
     embedding = width * embedded + embedded**2 + 2 * embedded
-    yield _UnetLayer(replace(first, parameters=first.parameters + embedding), gives_skip=True)
-    channels, side = width, image
-    stack = [width]
-    last = len(_WIDTHS) - 1
+    layers = [replace(first, parameters=first.parameters + embedding)]
+    pending, skips = [(0, width)], list[Skip]()  # layers whose output is a skip, and its channels
+
+    def block(name: str, inputs: int, level: int) -> LayerWork:
+        outputs = _WIDTHS[level] * width
+        work = _residual(name, inputs, outputs, side, embedded)
+        return work if level == last else _with_transformer(work, outputs, side)
+
     for level, wide in enumerate(_WIDTHS):
         for number in range(_NUM_BLOCKS):
-            work = _residual(f"down{level}.{number}", channels, wide * width, side, embedded)
+            pending.append((len(layers), wide * width))
+            layers.append(block(f"down{level}.{number}", channels, level))
             channels = wide * width
-            work = work if level == last else _with_transformer(work, channels, side)
-            yield _UnetLayer(work, gives_skip=True)
-            stack.append(channels)
         if level < last:
             side //= 2
-            yield _UnetLayer(
-                _convolution(f"down{level}", channels, channels, side), gives_skip=True
-            )
-            stack.append(channels)
-    middle = _residual("middle.0", channels, channels, side, embedded)
-    yield _UnetLayer(_with_transformer(middle, channels, side))
-    yield _UnetLayer(_residual("middle.1", channels, channels, side, embedded))
+            pending.append((len(layers), channels))
+            layers.append(_convolution(f"down{level}", channels, channels, side))
+    middle = [_residual(f"middle.{n}", channels, channels, side, embedded) for n in (0, 1)]
+    layers += [_with_transformer(middle[0], channels, side), middle[1]]
     for level in reversed(range(len(_WIDTHS))):
         for number in range(_NUM_BLOCKS + 1):
-            joined, channels = channels + stack.pop(), _WIDTHS[level] * width
-            work = _residual(f"up{level}.{number}", joined, channels, side, embedded)
-            work = work if level == last else _with_transformer(work, channels, side)
-            yield _UnetLayer(work, takes_skip=True)
+            giver, joined = pending.pop()
+            skips.append((giver, len(layers)))
+            layers.append(block(f"up{level}.{number}", channels + joined, level))
+            channels = _WIDTHS[level] * width
         if level > 0:
             side *= 2
-            yield _UnetLayer(_convolution(f"up{level}", channels, channels, side))
-    yield _UnetLayer(_convolution("output", channels, _LATENT, side))
+            layers.append(_convolution(f"up{level}", channels, channels, side))
+    assert not pending, "every skip is consumed"
+    layers.append(_convolution("output", channels, _LATENT, side))
+    return AdaGrouperModel(
+        layers=tuple(layers),
+        dtype="float32",
+        num_parameters=sum(layer.parameters for layer in layers),
+        skips=tuple(skips),
+    )
 
 
 def _convolution(name: str, inputs: int, outputs: int, side: int) -> LayerWork:

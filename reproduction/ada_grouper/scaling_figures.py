@@ -70,14 +70,7 @@ def measure() -> ScalingResult:
 
 
 def _job(model: AdaGrouperModel, platform: Platform, num_workers: int, batch: int) -> AdaGrouperJob:
-    return AdaGrouperJob(
-        model=model,
-        platform=platform,
-        num_workers=num_workers,
-        batch=batch,
-        other_flows=platform.other_flows,
-        seed=f"scaling on {platform.name}",
-    )
+    return AdaGrouperJob(model, platform, num_workers, batch, seed=f"scaling on {platform.name}")
 
 
 def _steps(job: AdaGrouperJob) -> dict[int, Seconds]:

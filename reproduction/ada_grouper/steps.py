@@ -26,20 +26,16 @@ def is_faster(gain: float) -> bool:
     return gain >= VISIBLE
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineLoad:
-    """The other flows on each link of a pipeline, from stage s to s+1 and back."""
-
-    down: tuple[OtherFlows, ...]
-    up: tuple[OtherFlows, ...]
-
-    @classmethod
-    def draw(cls, mean: float, *, num_stages: int, seed: str) -> "PipelineLoad":
-        links = range(num_stages - 1)
-        return cls(
-            tuple(OtherFlows(mean, seed=f"{seed}, link {link} down") for link in links),
-            tuple(OtherFlows(mean, seed=f"{seed}, link {link} up") for link in links),
-        )
+def draw_load(mean: float, *, num_stages: int, seed: str) -> list[tuple[OtherFlows, OtherFlows]]:
+    """Other flows on each link of a pipeline: from stage s to s+1, and back."""
+    down, up = (
+        [
+            OtherFlows(mean, seed=f"{seed}, link {link} {direction}")
+            for link in range(num_stages - 1)
+        ]
+        for direction in ("down", "up")
+    )
+    return list(zip(down, up, strict=True))
 
 
 def kfkb(k: int) -> ScheduleSpec:
@@ -47,22 +43,25 @@ def kfkb(k: int) -> ScheduleSpec:
 
 
 def run_step(
-    schedule: Schedule, times: PipelineTimes, load: PipelineLoad, start: Seconds
+    schedule: Schedule,
+    times: PipelineTimes,
+    load: Sequence[tuple[OtherFlows, OtherFlows]],
+    start: Seconds,
 ) -> tuple[Seconds, PipelineTimes]:
     """Return the duration of a step, and its transfer times as receivers measure them."""
-    assumed, last = times, times.num_stages - 1
+    assumed = times
     for _ in range(2 * sum(map(len, schedule))):
         timeline = simulate(schedule, assumed)
         stages = list(zip(schedule, timeline.ends, strict=True))
         sent = replace(
             times,
             activations=tuple(
-                _send(Op.F, *stages[link], times.activations[link], load.down[link], start)
-                for link in range(last)
+                _send(Op.F, *stages[link], times.activations[link], down, start)
+                for link, (down, _) in enumerate(load)
             ),
             gradients=tuple(
-                _send(Op.B, *stages[link + 1], times.gradients[link], load.up[link], start)
-                for link in range(last)
+                _send(Op.B, *stages[link + 1], times.gradients[link], up, start)
+                for link, (_, up) in enumerate(load)
             ),
         )
         if _are_equal(sent, assumed):
@@ -99,38 +98,32 @@ def _send(
     return replace(link, busy=tuple(busy))
 
 
-def run_steps(
-    spec: ScheduleSpec,
-    times: PipelineTimes,
-    load: PipelineLoad,
-    *,
-    num_microbatches: int,
-    num_steps: int = NUM_STEPS,
-) -> Iterator[tuple[Seconds, PipelineTimes]]:
-    """Run consecutive steps; yield the duration and the transfer times of each."""
-    schedule = spec.build(num_stages=times.num_stages, num_microbatches=num_microbatches)
-    now = 0.0
-    for _ in range(num_steps):
-        duration, measured = run_step(schedule, times, load, now)
-        now += duration
-        yield duration, measured
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AdaGrouperJob:
     model: AdaGrouperModel
     platform: Platform
     num_workers: int
     batch: int
-    other_flows: float  # on each link, on average
     seed: str
 
+    def steps(
+        self, k: int, size: int, num_steps: int = NUM_STEPS
+    ) -> Iterator[tuple[Seconds, PipelineTimes]]:
+        """Run consecutive steps of a kFkB pipeline with micro-batches of `size` samples.
+
+        Yield the duration and the transfer times of each.
+        """
+        num_stages, now = self.num_workers, 0.0
+        times = unshared_times(self.model, self.platform, num_stages, size)
+        load = draw_load(self.platform.other_flows, num_stages=num_stages, seed=self.seed)
+        schedule = kfkb(k).build(num_stages=num_stages, num_microbatches=self.batch // size)
+        for _ in range(num_steps):
+            duration, measured = run_step(schedule, times, load, now)
+            now += duration
+            yield duration, measured
+
     def pipeline_step(self, k: int, size: int) -> Seconds:
-        """Mean step of a kFkB pipeline with micro-batches of `size` samples."""
-        times = unshared_times(self.model, self.platform, self.num_workers, size)
-        load = PipelineLoad.draw(self.other_flows, num_stages=self.num_workers, seed=self.seed)
-        steps = run_steps(kfkb(k), times, load, num_microbatches=self.batch // size)
-        return fmean(duration for duration, _ in steps)
+        return fmean(duration for duration, _ in self.steps(k, size))
 
     @property
     def all_reduce_bytes(self) -> float:
@@ -142,7 +135,7 @@ class AdaGrouperJob:
         """Mean data-parallel step: an all-reduce after each micro-batch, without overlap."""
         compute = unshared_times(self.model, self.platform, 1, size)
         links = [
-            OtherFlows(self.other_flows, seed=f"{self.seed}, ring {worker}")
+            OtherFlows(self.platform.other_flows, seed=f"{self.seed}, ring {worker}")
             for worker in range(self.num_workers)
         ]
         num_microbatches = NUM_STEPS * self.batch // size // self.num_workers

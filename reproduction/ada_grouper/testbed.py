@@ -13,24 +13,23 @@ long as on an unshared link, on average.
 import math
 import random
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import BytesPerSecond, Seconds
 
 # Shoeybi et al., arXiv:1909.08053, section 5: 39 TFLOPS of a V100, 30 % of its peak, with GPT.
-_FLOAT16_SHARE = 0.3
 # NVIDIA DeepLearningExamples, ResNet-50 v1.5, V100 32 GB, float32: 356 images/s, of 24.5 GFLOP each
 # (forward and backward), are 8.7 of 15.7 TFLOPS.
-_FLOAT32_SHARE = 0.56
+_SHARES = {"float16": 0.3, "float32": 0.56}  # of the peak
 FLOW_SECONDS: Seconds = 1.0  # that another flow lasts, on average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     name: str
-    float16_peak: float  # operations per second, by data sheet
-    float32_peak: float
+    peaks: Mapping[str, float]  # operations per second by dtype, by data sheet
     memory_bandwidth: BytesPerSecond
     bandwidth: BytesPerSecond  # of the network, one direction
     latency: Seconds
@@ -38,17 +37,14 @@ class Platform:
 
     def rate(self, dtype: str) -> float:
         """Operations per second that training reaches."""
-        if dtype == "float16":
-            return _FLOAT16_SHARE * self.float16_peak
-        return _FLOAT32_SHARE * self.float32_peak
+        return _SHARES[dtype] * self.peaks[dtype]
 
 
 # Each reason for preemption that section 6.1 names brings one other flow: the network is shared
 # with production jobs (S1, M8s), the machine is shared with other workers (C1x, M8s).
 C1X = Platform(
     name="C1x",
-    float16_peak=125e12,
-    float32_peak=15.7e12,
+    peaks={"float16": 125e12, "float32": 15.7e12},
     memory_bandwidth=900e9,
     bandwidth=25e9 / 8,
     latency=50e-6,
@@ -56,8 +52,7 @@ C1X = Platform(
 )
 S1 = Platform(
     name="S1",
-    float16_peak=130e12,
-    float32_peak=16.4e12,
+    peaks={"float16": 130e12, "float32": 16.4e12},
     memory_bandwidth=1134e9,
     bandwidth=100e9 / 8,
     latency=20e-6,

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
 from polyrhythm.schedule.tuner import ScheduleDecision, ScheduleTuner
 from polyrhythm.types import Seconds
-from reproduction.ada_grouper.granularity import BATCH, NUM_WORKERS, SIZES
-from reproduction.ada_grouper.models import GPT, unshared_times
-from reproduction.ada_grouper.steps import VISIBLE, PipelineLoad, kfkb, run_steps
+from reproduction.ada_grouper.granularity import BATCH, NUM_WORKERS, SIZES, medium_job
+from reproduction.ada_grouper.steps import VISIBLE, kfkb
 from reproduction.ada_grouper.testbed import BUSY_FLOWS, S1
 from reproduction.paper_row import PaperRow, Plot
 
@@ -53,12 +52,9 @@ def measure() -> list[TuningHour]:
 
 def _trial(size: int, flows: float, seed: str) -> PipelineTimes:
     """Times of micro-batches of `size` samples, as measured in a trial."""
-    times = unshared_times(GPT["GPT-Medium"], S1, NUM_WORKERS, size)
-    load = PipelineLoad.draw(flows, num_stages=NUM_WORKERS, seed=seed)
-    trial = run_steps(kfkb(1), times, load, num_microbatches=BATCH // size, num_steps=_TRIAL_STEPS)
-    steps = [measured for _, measured in trial]
+    steps = [measured for _, measured in medium_job(flows, seed).steps(1, size, _TRIAL_STEPS)]
     return replace(
-        times,
+        steps[0],
         activations=tuple(map(_latest, zip(*(step.activations for step in steps), strict=True))),
         gradients=tuple(map(_latest, zip(*(step.gradients for step in steps), strict=True))),
     )

@@ -68,37 +68,25 @@ INFINIBAND = DearNetwork(
 NETWORKS = (ETHERNET, INFINIBAND)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DearModel:
     """A row of Table I."""
 
     name: str
     batch: int  # samples of each GPU
     layers: Callable[[], list[LearnableLayer]]
-    is_image: bool
+    is_image: bool = True
 
 
-def _image_model(name: str, batch: int, layers: Callable[[int], list[LearnableLayer]]) -> DearModel:
-    return DearModel(name=name, batch=batch, layers=partial(layers, 224), is_image=True)
-
-
-def _bert_model(name: str, batch: int, num_blocks: int, hidden: int, num_heads: int) -> DearModel:
-    shape = TransformerShape(
-        num_blocks=num_blocks,
-        hidden=hidden,
-        sequence=64,
-        num_heads=num_heads,
-        vocabulary=30528,  # 30522, padded to a multiple of 8
-    )
-    return DearModel(name=name, batch=batch, layers=partial(bert, shape), is_image=False)
-
-
+_bert = partial(TransformerShape, sequence=64, vocabulary=30528)  # 30522, to a multiple of 8
+_BASE = _bert(num_blocks=12, hidden=768, num_heads=12)
+_LARGE = _bert(num_blocks=24, hidden=1024, num_heads=16)
 MODELS = (
-    _image_model("ResNet-50", 64, resnet50),
-    _image_model("DenseNet-201", 32, densenet201),
-    _image_model("Inception-v4", 64, inceptionv4),
-    _bert_model("BERT-Base", 64, 12, 768, 12),
-    _bert_model("BERT-Large", 32, 24, 1024, 16),
+    DearModel("ResNet-50", 64, partial(resnet50, 224)),
+    DearModel("DenseNet-201", 32, partial(densenet201, 224)),
+    DearModel("Inception-v4", 64, partial(inceptionv4, 224)),
+    DearModel("BERT-Base", 64, partial(bert, _BASE), is_image=False),
+    DearModel("BERT-Large", 32, partial(bert, _LARGE), is_image=False),
 )
 
 

@@ -17,7 +17,7 @@ optimizer takes no time; ByteScheduler has one credit: a piece starts when the p
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -44,26 +44,28 @@ def wfbp(
     layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int
 ) -> StepEstimate:
     check_buckets(buckets, len(layers))
-    free = _last_arrival(
-        (ready, ring.all_reduce(size, num_workers))
-        for ready, size in _bucket_ready_times(layers, buckets)
-    )
+    reduced = _all_sent(layers, buckets, ring.all_reduce, num_workers)
     forward, backward = _compute(layers)
-    return StepEstimate(seconds=forward + max(backward, free), compute=forward + backward)
+    return StepEstimate(seconds=forward + max(backward, reduced), compute=forward + backward)
 
 
 def dear(
-    layers: Sequence[LayerTimes], buckets: Buckets, ring: Ring, num_workers: int
+    layers: Sequence[LayerTimes],
+    buckets: Buckets,
+    ring: Ring,
+    num_workers: int,
+    *,
+    gather_ring: Ring | None = None,
 ) -> StepEstimate:
+    """`gather_ring`: of the all-gathers, if not the same."""
     check_buckets(buckets, len(layers))
     forward, backward = _compute(layers)
-    scattered = _last_arrival(
-        (ready, ring.reduce_scatter(size, num_workers))
-        for ready, size in _bucket_ready_times(layers, buckets)
-    )
+    scattered = _all_sent(layers, buckets, ring.reduce_scatter, num_workers)
     gathered = computed = max(backward, scattered)
     for bucket in buckets:
-        gathered += ring.all_gather(sum(layers[i].size for i in bucket), num_workers)
+        gathered += (gather_ring or ring).all_gather(
+            sum(layers[i].size for i in bucket), num_workers
+        )
         computed = max(computed, gathered) + sum(layers[i].forward for i in bucket)
     return StepEstimate(seconds=computed, compute=forward + backward)
 
@@ -81,48 +83,12 @@ def bytescheduler(
             f"pieces of {piece:g} bytes", expected="more than 0", fix="use 4e6, its default"
         )
     forward, backward = _compute(layers)
-    arrivals = _by_priority(layers, ring, num_workers, piece=piece, negotiation=negotiation)
-    computed = backward
-    for layer, arrival in zip(layers, arrivals, strict=True):
-        computed = max(computed, arrival) + layer.forward
-    return StepEstimate(seconds=computed, compute=forward + backward)
-
-
-def _compute(layers: Sequence[LayerTimes]) -> tuple[Seconds, Seconds]:
-    return sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
-
-
-def _bucket_ready_times(
-    layers: Sequence[LayerTimes], buckets: Buckets
-) -> Iterator[tuple[Seconds, Bytes]]:
-    """Yield when each bucket's gradients are ready after the start of backward, and its size."""
-    ready: Seconds = 0.0
-    for bucket in reversed(buckets):
-        ready += sum(layers[i].backward for i in bucket)
-        yield ready, sum(layers[i].size for i in bucket)
-
-
-def _last_arrival(messages: Iterator[tuple[Seconds, Seconds]]) -> Seconds:
-    """Time at which the last message is sent; a message is its ready time and its duration."""
-    free: Seconds = 0.0
-    for ready, duration in messages:
-        free = max(free, ready) + duration
-    return free
-
-
-def _by_priority(
-    layers: Sequence[LayerTimes],
-    ring: Ring,
-    num_workers: int,
-    *,
-    piece: Bytes,
-    negotiation: Seconds,
-) -> list[Seconds]:
-    """When all pieces of each layer are sent; the lowest layer with ready gradients goes first."""
     ready_at = list(accumulate(layer.backward for layer in reversed(layers)))[::-1]
     unready = list(range(len(layers)))  # gradients of the last layer are ready first: pop from here
-    waiting: list[tuple[int, Bytes]] = []
-    sent_at, now = list(ready_at), 0.0
+    waiting: list[
+        tuple[int, Bytes]
+    ] = []  # a heap: the lowest layer with ready gradients goes first
+    sent_at, now = list(ready_at), 0.0  # when all pieces of each layer are sent
     while unready or waiting:
         if not waiting:
             now = max(now, ready_at[unready[-1]])
@@ -136,4 +102,25 @@ def _by_priority(
             sent_at[number] = now
         if left - sent > 0:
             heapq.heappush(waiting, (number, left - sent))
-    return sent_at
+    computed = backward
+    for layer, arrival in zip(layers, sent_at, strict=True):
+        computed = max(computed, arrival) + layer.forward
+    return StepEstimate(seconds=computed, compute=forward + backward)
+
+
+def _compute(layers: Sequence[LayerTimes]) -> tuple[Seconds, Seconds]:
+    return sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
+
+
+def _all_sent(
+    layers: Sequence[LayerTimes],
+    buckets: Buckets,
+    collective: Callable[[Bytes, int], Seconds],
+    num_workers: int,
+) -> Seconds:
+    """When all buckets are sent after the start of backward, each once its gradients are ready."""
+    ready = free = 0.0
+    for bucket in reversed(buckets):
+        ready += sum(layers[i].backward for i in bucket)
+        free = max(free, ready) + collective(sum(layers[i].size for i in bucket), num_workers)
+    return free

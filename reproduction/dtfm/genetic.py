@@ -30,8 +30,7 @@ _Labels = NDArray[np.int64]  # the group of each device
 
 
 class LocalSearch(StrEnum):
-    PAIRWISE = "pairwise"  # as printed
-    CIRCULAR = "circular"  # its circular version, which the published code runs
+    CIRCULAR = "circular"
     KERNIGHAN_LIN = "kernighan_lin"  # the paper's baseline
 
 
@@ -120,11 +119,8 @@ def _offspring(
 
     first, second = rng.choice(len(population), size=2, replace=False)
     labels = crossover(population[first], population[second], settings.num_genes, times, rng)
-    improve = {
-        LocalSearch.PAIRWISE: local_search.pairwise,
-        LocalSearch.CIRCULAR: local_search.circular,
-        LocalSearch.KERNIGHAN_LIN: local_search.kernighan_lin,
-    }[settings.local_search]
+    is_circular = settings.local_search is LocalSearch.CIRCULAR
+    improve = local_search.circular if is_circular else local_search.kernighan_lin
     improve(labels, weights, times.num_stages)
     return labels
 

@@ -1,25 +1,24 @@
 """DT-FM's local searches: each improves a partition in place and leaves it balanced.
 
-All three are passes like Kernighan and Lin's: the step with the largest gain is taken even if it is
+Both are passes like Kernighan and Lin's: the step with the largest gain is taken even if it is
 a loss, a moved device stays fixed for the rest of the pass, and at the end all steps after the best
 point are undone. They differ in their steps.
 
-- `pairwise`: two groups exchange a device each. Only ends of the fastest link of a group are
-  considered, so four exchanges per pair of groups. The gain is that of section 3.4: what a device
-  would pay on average to reach the other group, less its fast link, which a pipeline could use
-  then.
-- `circular`: the same gain for single devices that move from group to group; where the gain is
-  largest, the cycle closes: the first group receives a device.
+- `circular`: single devices move from group to group; where the gain is largest, the cycle closes:
+  the first group receives a device. Only ends of the fastest link of a group are considered. The
+  gain is that of section 3.4: what a device would pay on average to reach the other group, less its
+  fast link, which a pipeline could use then. It is the circular version of the printed exchange of
+  two devices, and the one that the published code runs.
 - `kernighan_lin`: two groups exchange any two devices; the gain is the weight that is cut.
 
 Source: Yuan et al., arXiv:2206.01288, section 3.4; the circular pass follows Kang and Moon, "A
 hybrid genetic algorithm for multiway graph partitioning", GECCO 2000, as in DT-FM's code.
 Departures: the paper does not state how many steps a pass has; here it ends when nothing is left to
-move (`pairwise`, `kernighan_lin`), or after one cycle per group or when each group has received a
+move (`kernighan_lin`), or after one cycle per group or when each group has received a
 device (`circular`, as in the code). A cycle may begin with either end of a fastest link, as
 printed, not with the first one. The weight is eq. 3's term throughout; the code mixes in eq. 2's
-for `kernighan_lin`, the paper does not. The first two are compiled, so that comparisons at equal
-time are fair to them.
+for `kernighan_lin`, the paper does not. The first is compiled, so that comparisons at equal time
+are fair to it.
 """
 
 from typing import NamedTuple
@@ -38,12 +37,6 @@ class _Partition(NamedTuple):
     reach: Floats  # [device, group]: the sum of the device's weights to all of the group
     free: Flags  # devices that have not moved in this pass
     ends: Ints  # [group, 2]: of the fastest link between free devices; -1 if there is none
-
-
-def pairwise(group_of: Ints, weights: Floats, num_groups: int) -> None:
-    """One pass of exchanges between the ends of fastest links."""
-    swaps = np.empty((len(group_of) // 2, 2), np.int64)
-    _pairwise(_partition(group_of, weights, num_groups), swaps)
 
 
 def circular(group_of: Ints, weights: Floats, num_groups: int) -> None:
@@ -86,34 +79,6 @@ def _partition(group_of: Ints, weights: Floats, num_groups: int) -> _Partition:
         free=np.ones(len(group_of), np.bool_),
         ends=np.empty((num_groups, 2), np.int64),
     )
-
-
-@compiled
-def _pairwise(now: _Partition, swaps: Ints) -> None:
-    num_groups = len(now.sizes)
-    num_swaps, num_kept, gain, best_gain = 0, 0, 0.0, _ROUNDING
-    while True:
-        for group in range(num_groups):
-            _find_fastest_link(now, group)
-        best, best_a, best_b = -np.inf, -1, -1
-        for i in range(num_groups):
-            for j in range(i):
-                for pair in range(4):
-                    a, b = now.ends[i, pair // 2], now.ends[j, pair % 2]
-                    if a >= 0 and b >= 0:
-                        value = _gain(now, a, j) + _gain(now, b, i)
-                        if value > best:
-                            best, best_a, best_b = value, a, b
-        if best_a < 0:
-            break
-        _exchange(now, best_a, best_b)
-        swaps[num_swaps, 0], swaps[num_swaps, 1] = best_a, best_b
-        num_swaps += 1
-        gain += best
-        if gain > best_gain:
-            best_gain, num_kept = gain, num_swaps
-    for i in range(num_swaps - 1, num_kept - 1, -1):
-        _exchange(now, swaps[i, 0], swaps[i, 1])
 
 
 @compiled
@@ -186,13 +151,6 @@ def _find_fastest_link(now: _Partition, group: int) -> None:
                 if now.group_of[b] == group and now.free[b] and now.weights[a, b] < fastest:
                     fastest = now.weights[a, b]
                     now.ends[group, 0], now.ends[group, 1] = a, b
-
-
-@inlined
-def _exchange(now: _Partition, a: int, b: int) -> None:
-    i, j = now.group_of[a], now.group_of[b]
-    _move(now, a, j)
-    _move(now, b, i)
 
 
 @inlined

@@ -214,39 +214,23 @@ def _describe(workload: GptWorkload) -> str:
 
 def _setup(steps: Sequence[CaseSteps], searched: Sequence[Mapping[str, Curve]]) -> str:
     first, spot, *_, last = steps
-    others = steps[:-1]
-    both = (
-        (
-            "DT-FM over Megatron, case 5",
-            "3.8 to 4.8",
-            ratios(last.megatron, last.scheduled).values(),
-            ratios(last.megatron, last.overlapped).values(),
-            ratios(last.launched, last.scheduled).values(),
-        ),
-        (
-            "the same, cases 1 to 4",
-            "1.2 to 2.5",
-            [x for case in others for x in ratios(case.megatron, case.scheduled).values()],
-            [x for case in others for x in ratios(case.megatron, case.overlapped).values()],
-            [x for case in others for x in ratios(case.launched, case.scheduled).values()],
-        ),
-        (
-            "case 1's Megatron over case 5's DT-FM",
-            "1.7 to 3.5",
-            ratios(last.scheduled, first.megatron).values(),
-            ratios(last.overlapped, first.megatron).values(),
-            ratios(last.scheduled, first.launched).values(),
-        ),
-        (
-            "DT-FM over its random layouts, case 5",
-            "up to 2.7",
-            ratios(last.at_random, last.scheduled).values(),
-            ratios(last.random_overlapped, last.overlapped).values(),
-            ratios(last.at_random, last.scheduled).values(),
-        ),
-    )
+    # As in the rows, with messages hidden, and with consecutive ranks.
+    over_megatron = ("megatron/scheduled", "megatron/overlapped", "launched/scheduled")
+    of_megatron = ("scheduled/megatron", "overlapped/megatron", "scheduled/launched")
+    over_random = ("at_random/scheduled", "random_overlapped/overlapped", "at_random/scheduled")
     lines = [
-        f"| {what} | {printed} | {' | '.join(map(_range, ours))} |" for what, printed, *ours in both
+        f"| {what} | {printed} | {' | '.join(_range(cases, of) for of in columns)} |"
+        for what, printed, cases, columns in (
+            ("DT-FM over Megatron, case 5", "3.8 to 4.8", [(last, last)], over_megatron),
+            (
+                "the same, cases 1 to 4",
+                "1.2 to 2.5",
+                [(case, case) for case in steps[:-1]],
+                over_megatron,
+            ),
+            ("case 1's Megatron over case 5's DT-FM", "1.7 to 3.5", [(last, first)], of_megatron),
+            ("DT-FM over its random layouts, case 5", "up to 2.7", [(last, last)], over_random),
+        )
     ]
     ends = [{name: curve[-1] for name, curve in found.items()} for found in searched]
     return _SETUP.format(
@@ -261,8 +245,10 @@ def _setup(steps: Sequence[CaseSteps], searched: Sequence[Mapping[str, Curve]]) 
     )
 
 
-def _range(values: Iterable[float]) -> str:
-    found = list(values)
+def _range(cases: Iterable[tuple[CaseSteps, CaseSteps]], of: str) -> str:
+    """Describe the ratios `of` two fields, of the first and the second of each two cases."""
+    above, below = of.split("/")
+    found = [x for a, b in cases for x in ratios(getattr(a, above), getattr(b, below)).values()]
     return f"{min(found):.2f} to {max(found):.2f}"
 
 

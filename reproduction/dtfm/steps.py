@@ -1,18 +1,21 @@
 """Figures 4 and 6: the step times of DT-FM, of DT-FM with random layouts, and of Megatron."""
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from statistics import fmean, mode
 
 from polyrhythm.plan.dtfm.placement import place
 from polyrhythm.types import Seconds
-from reproduction.dtfm import systems, testbed
-from reproduction.dtfm.systems import ALL_DEGREES, Degrees, Iteration
+from reproduction.dtfm import testbed
+from reproduction.dtfm.systems import (
+    ALL_DEGREES,
+    Degrees,
+    MegatronJob,
+    dtfm_iteration,
+    megatron_iteration,
+)
 from reproduction.dtfm.testbed import SEEDS, WORKLOADS, DtfmNetwork, GptWorkload, Layout
 
-_T = TypeVar("_T")
 Steps = Mapping[GptWorkload, Seconds]
 
 
@@ -46,7 +49,7 @@ def case_steps(network: DtfmNetwork, workloads: Sequence[GptWorkload] = WORKLOAD
     launched, best_launched = _megatron(
         [testbed.launcher_order(seed, network) for seed in SEEDS], network, workloads
     )
-    scheduled = _iterations(cost.layout, network, workloads)
+    scheduled = {of: dtfm_iteration(cost.layout, of, network) for of in workloads}
     return CaseSteps(
         planned_cost=cost.total,
         scheduled={workload: run.total for workload, run in scheduled.items()},
@@ -72,17 +75,10 @@ def _dtfm(
     *,
     overlap: bool = False,
 ) -> Steps:
-    found = [_iterations(layout, network, workloads, overlap=overlap) for layout in layouts]
-    return _mean([{workload: run.total for workload, run in runs.items()} for runs in found])
-
-
-def _iterations(
-    layout: Layout, network: DtfmNetwork, workloads: Sequence[GptWorkload], *, overlap: bool = False
-) -> dict[GptWorkload, Iteration]:
-    return _by_depth(
-        workloads,
-        lambda n, batches: systems.dtfm_iterations(layout, n, batches, network, overlap=overlap),
-    )
+    return {
+        of: fmean(dtfm_iteration(layout, of, network, overlap=overlap).total for layout in layouts)
+        for of in workloads
+    }
 
 
 def _megatron(
@@ -91,26 +87,8 @@ def _megatron(
     """Return each workload's step time with its best degrees, and those best for most of them."""
     steps = {}
     for degrees in ALL_DEGREES:
-        jobs = [
-            systems.MegatronJob(devices=devices, degrees=degrees, network=network)
-            for devices in orders
-        ]
-        steps[degrees] = _mean(
-            [_by_depth(workloads, partial(systems.megatron_iterations, job)) for job in jobs]
-        )
-    best = {of: min(ALL_DEGREES, key=lambda degrees: steps[degrees][of]) for of in workloads}
-    return {of: steps[best[of]][of] for of in workloads}, statistics.mode(best.values())
-
-
-def _by_depth(
-    workloads: Sequence[GptWorkload], run: Callable[[int, list[int]], dict[GptWorkload, _T]]
-) -> dict[GptWorkload, _T]:
-    """Run all batches of one depth at once."""
-    found: dict[GptWorkload, _T] = {}
-    for num_layers in dict.fromkeys(workload.num_layers for workload in workloads):
-        found |= run(num_layers, [of.batch for of in workloads if of.num_layers == num_layers])
-    return found
-
-
-def _mean(found: Sequence[Steps]) -> Steps:
-    return {workload: statistics.fmean(steps[workload] for steps in found) for workload in found[0]}
+        jobs = [MegatronJob(devices=order, degrees=degrees, network=network) for order in orders]
+        for of in workloads:
+            steps[degrees, of] = fmean(megatron_iteration(job, of) for job in jobs)
+    best = {of: min(ALL_DEGREES, key=lambda degrees: steps[degrees, of]) for of in workloads}
+    return {of: steps[best[of], of] for of in workloads}, mode(best.values())

@@ -91,19 +91,27 @@ class Iteration(NamedTuple):
     pipeline: Seconds  # until the last backward; gradients are exchanged after it
 
 
-def dtfm_iterations(
-    layout: Layout,
-    num_layers: int,
-    batches: Sequence[int],
-    network: DtfmNetwork,
-    *,
-    overlap: bool = False,
-) -> dict[GptWorkload, Iteration]:
-    """One iteration of DT-FM per batch; batches differ in how often pipelines fill and drain."""
-    pipelines = list(zip(*layout, strict=True))
-    hops = [hop for devices in pipelines for hop in pairwise(devices)]
+def dtfm_iteration(
+    layout: Layout, workload: GptWorkload, network: DtfmNetwork, *, overlap: bool = False
+) -> Iteration:
+    """One iteration of DT-FM; batches differ in how often pipelines fill and drain."""
+    pipelines, sync_times = _dtfm_times(layout, workload.num_layers, network, overlap)
+    num_before = workload.batch // len(pipelines) // SEQUENCES_AT_A_TIME - 1
+    ends = [
+        max(num_before * max(ends) + ends[stage] for ends in pipelines)
+        for stage in range(len(layout))
+    ]
+    total = max(end + 2 * half for end, half in zip(ends, sync_times, strict=True))
+    return Iteration(total, max(ends))
+
+
+@cache  # it is the same for all batches
+def _dtfm_times(
+    layout: Layout, num_layers: int, network: DtfmNetwork, overlap: bool
+) -> tuple[list[list[Seconds]], Sequence[Seconds]]:
+    """When the stages of each pipeline end, which fills and drains once; exchanges of stages."""
+    hops = [hop for devices in zip(*layout, strict=True) for hop in pairwise(devices)]
     step = _dtfm_step(layout, num_layers, network.links(hops))
-    sync_times = reduce_scatter_times(groups_of(step), network.busy_links, Sync.SEQUENTIAL)
     times = [pipeline_times(replica.runs, step) for replica in step.replicas]
     schedule = step.replicas[0].schedule
     ends_of = {  # equal pipelines are computed once
@@ -112,16 +120,8 @@ def dtfm_iterations(
         else blocking_ends(schedule, one)
         for one in set(times)
     }
-    iterations = {}
-    for batch in batches:
-        num_before = batch // len(pipelines) // SEQUENCES_AT_A_TIME - 1
-        ends = [
-            max(num_before * max(ends_of[one]) + ends_of[one][stage] for one in times)
-            for stage in range(len(layout))
-        ]
-        total = max(end + 2 * half for end, half in zip(ends, sync_times, strict=True))
-        iterations[GptWorkload(num_layers, batch)] = Iteration(total, max(ends))
-    return iterations
+    sync_times = reduce_scatter_times(groups_of(step), network.busy_links, Sync.SEQUENTIAL)
+    return [ends_of[one] for one in times], sync_times
 
 
 def _dtfm_step(layout: Layout, num_layers: int, links: Links) -> StepSpec:
@@ -202,15 +202,19 @@ class MegatronJob:
         ]
 
 
-def megatron_iterations(
-    job: MegatronJob, num_layers: int, batches: Sequence[int]
-) -> dict[GptWorkload, Seconds]:
-    """One iteration of Megatron per batch."""
+def megatron_iteration(job: MegatronJob, workload: GptWorkload) -> Seconds:
+    pipelines, sync = _megatron_times(job, workload.num_layers)
+    num_microbatches = workload.batch // job.degrees.data
+    return max(blocking_1f1b(one, num_microbatches) for one in pipelines) + sync
+
+
+@cache  # it is the same for all batches
+def _megatron_times(job: MegatronJob, num_layers: int) -> tuple[list[PipelineTimes], Seconds]:
+    """The times of each pipeline, and of exchanging the gradients."""
     degrees = job.degrees
     layers_per_stage = num_layers / degrees.pipeline
     compute = testbed.forward_time(layers_per_stage) / degrees.tensor
     reduces = [layers_per_stage * time for time in ring_times(job.tensor_groups(), job.network)]
-    sync = max(ring_times(job.data_groups(num_layers), job.network))
     hops = _hops(job)
     pipelines = []
     for replica in range(degrees.data):
@@ -222,11 +226,7 @@ def megatron_iterations(
         pipelines.append(
             PipelineTimes(forward=forward, backward=backward, activations=links, gradients=links)
         )
-    iterations = {}
-    for batch in batches:
-        slowest = max(blocking_1f1b(one, batch // degrees.data) for one in pipelines)
-        iterations[GptWorkload(num_layers, batch)] = slowest + sync
-    return iterations
+    return pipelines, max(ring_times(job.data_groups(num_layers), job.network))
 
 
 def ring_times(groups: Sequence[ReplicaGroup], network: DtfmNetwork) -> list[Seconds]:

@@ -25,7 +25,7 @@ from polyrhythm.sync.members import Limits
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import BytesPerSecond, Seconds
 from reproduction.sdpipe.matching import MatchingSetup
-from reproduction.simulation import NodeCluster, node_cluster
+from reproduction.simulation import node_cluster
 
 # The data sheet's 19.5 TFLOPS in single precision; the scripts ask for CUDA 10.2, which has no
 # TF32. ResNet-50 reaches half of that in single precision: Lambda Labs measured 294 images per
@@ -127,7 +127,20 @@ def job_of(
         stages = tuple(
             replace(one, gradient_bytes=TRANSFERS * one.gradient_bytes) for one in stages
         )
-    cluster, gateways = _cluster(grid)
+    gpus = [
+        Device(name=_device_name(p, s), region=f"w{p // grid.pipelines_per_node}")
+        for p in range(grid.num_pipelines)
+        for s in range(grid.num_stages)
+    ]
+    cluster, gateways = node_cluster(
+        str(grid),
+        gpus,
+        server=Device(name="server", region=gpus[0].region, uplink=_NVLINK),
+        port=ETHERNET,
+        inside=_NVLINK,
+        between=ETHERNET,
+        latency=_LATENCY,
+    )
     schedule = ScheduleSpec.parse("1f1b").build(num_stages=grid.num_stages, num_microbatches=1)
     return SimulatedJob(
         cluster=cluster,
@@ -159,24 +172,6 @@ def sleeps(model: SdpipeModel, grid: SdpipeGrid, setting: str, seed: int = 0) ->
 
 def _device_name(pipeline: int, stage: int) -> str:
     return f"p{pipeline}s{stage}"
-
-
-def _cluster(grid: SdpipeGrid) -> NodeCluster:
-    gpus = [
-        Device(name=_device_name(p, s), region=f"w{p // grid.pipelines_per_node}")
-        for p in range(grid.num_pipelines)
-        for s in range(grid.num_stages)
-    ]
-    server = Device(name="server", region=gpus[0].region, uplink=_NVLINK)
-    return node_cluster(
-        str(grid),
-        gpus,
-        server=server,
-        port=ETHERNET,
-        inside=_NVLINK,
-        between=ETHERNET,
-        latency=_LATENCY,
-    )
 
 
 def _setup(method: str, grid: SdpipeGrid, seed: int) -> Setup:

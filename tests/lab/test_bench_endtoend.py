@@ -202,7 +202,7 @@ def test_both_sides_build_the_same_model_and_learn_no_held_out_window() -> None:
     text, held_out = texts(8)
     assert len(held_out) == 8
     assert len(text) > 1000
-    assert not set(text.places.tolist()) & set(held_out.places.tolist())
+    assert not set(text.indices) & set(held_out.indices)
     inputs, target = held_out[7]
     assert torch.equal(inputs[1:], target[:-1])
     assert len(text[len(text) - 1][1]) == len(target) == CONTEXT

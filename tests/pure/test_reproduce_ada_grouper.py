@@ -1,6 +1,7 @@
 """Ada-Grouper's set-up in numbers, links that other flows share, and its first claim."""
 
 import random
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -15,11 +16,10 @@ from reproduction.ada_grouper.granularity import GranularityResult
 from reproduction.ada_grouper.models import GPT, UNET, AdaGrouperModel, unshared_times
 from reproduction.ada_grouper.steps import (
     AdaGrouperJob,
-    PipelineLoad,
+    draw_load,
     is_faster,
     kfkb,
     run_step,
-    run_steps,
 )
 from reproduction.ada_grouper.testbed import BUSY_FLOWS, C1X, M8S, S1, OtherFlows
 from reproduction.ada_grouper.tuned_k import TuningHour
@@ -31,14 +31,7 @@ MEDIUM = GPT["GPT-Medium"]
 def job(
     model: AdaGrouperModel = MEDIUM, *, num_workers: int = 8, flows: float = 0.0, batch: int = 48
 ) -> AdaGrouperJob:
-    return AdaGrouperJob(
-        model=model,
-        platform=S1,
-        num_workers=num_workers,
-        batch=batch,
-        other_flows=flows,
-        seed="a test",
-    )
+    return AdaGrouperJob(model, replace(S1, other_flows=flows), num_workers, batch, seed="a test")
 
 
 def decision() -> ScheduleDecision:
@@ -131,7 +124,7 @@ def test_a_negative_number_of_flows_or_no_duration_is_refused(mean, lasting):
 def test_without_other_flows_a_step_takes_the_predicted_time(k):
     times = unshared_times(MEDIUM, S1, 4, 1)
     schedule = kfkb(k).build(num_stages=4, num_microbatches=12)
-    duration, _ = run_step(schedule, times, PipelineLoad.draw(0.0, num_stages=4, seed="any"), 5.0)
+    duration, _ = run_step(schedule, times, draw_load(0.0, num_stages=4, seed="any"), 5.0)
     assert duration == pytest.approx(length(schedule, times))
 
 
@@ -139,7 +132,7 @@ def test_without_other_flows_a_step_takes_the_predicted_time(k):
 def test_measured_transfers_replay_to_the_same_step(k):
     times = unshared_times(MEDIUM, C1X, 4, 1)
     schedule = kfkb(k).build(num_stages=4, num_microbatches=12)
-    load = PipelineLoad.draw(3.0, num_stages=4, seed="some")
+    load = draw_load(3.0, num_stages=4, seed="some")
     for start in (0.0, 7.0):
         duration, measured = run_step(schedule, times, load, start)
         assert duration == pytest.approx(simulate(schedule, measured).length)
@@ -147,9 +140,7 @@ def test_measured_transfers_replay_to_the_same_step(k):
 
 
 def test_steps_follow_each_other_in_time():
-    times = unshared_times(MEDIUM, C1X, 4, 1)
-    load = PipelineLoad.draw(3.0, num_stages=4, seed="some")
-    steps = run_steps(kfkb(1), times, load, num_microbatches=12, num_steps=6)
+    steps = AdaGrouperJob(MEDIUM, replace(C1X, other_flows=3.0), 4, 12, "some").steps(1, 1, 6)
     assert len({duration for duration, _ in steps}) == 6, "each step meets different flows"
 
 
@@ -170,9 +161,7 @@ def test_grouping_gains_more_on_a_busy_network():
 
 
 def test_grouping_alone_gains_on_a_slow_network():
-    slow = AdaGrouperJob(
-        model=MEDIUM, platform=C1X, num_workers=8, batch=48, other_flows=3.0, seed="a test"
-    )
+    slow = AdaGrouperJob(MEDIUM, replace(C1X, other_flows=3.0), 8, 48, seed="a test")
     assert slow.pipeline_step(3, 1) < slow.pipeline_step(1, 1) < slow.replica_step(6)
 
 

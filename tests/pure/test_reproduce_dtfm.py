@@ -25,8 +25,8 @@ from reproduction.dtfm.systems import (
     MegatronJob,
     blocking_1f1b,
     blocking_ends,
-    dtfm_iterations,
-    megatron_iterations,
+    dtfm_iteration,
+    megatron_iteration,
     ring_times,
 )
 from reproduction.dtfm.testbed import (
@@ -181,12 +181,12 @@ def test_a_ring_is_as_slow_as_its_slowest_link():
 
 def test_a_batch_twice_as_large_fills_and_drains_dtfms_pipelines_twice_as_often():
     layout = random_layout(2022)
-    found = dtfm_iterations(layout, 24, (1024, 2048), WORLDWIDE)
-    small, large = found[GptWorkload(24, 1024)], found[GptWorkload(24, 2048)]
+    workloads = GptWorkload(24, 1024), GptWorkload(24, 2048)
+    small, large = (dtfm_iteration(layout, workload, WORLDWIDE) for workload in workloads)
     assert large.pipeline == pytest.approx(2 * small.pipeline)
     assert large.total - large.pipeline == pytest.approx(small.total - small.pipeline)
-    hidden = dtfm_iterations(layout, 24, (1024,), WORLDWIDE, overlap=True)
-    assert hidden[GptWorkload(24, 1024)].pipeline < small.pipeline
+    hidden = dtfm_iteration(layout, workloads[0], WORLDWIDE, overlap=True)
+    assert hidden.pipeline < small.pipeline
 
 
 def test_tensor_parallelism_pays_only_inside_machines():
@@ -196,9 +196,10 @@ def test_tensor_parallelism_pays_only_inside_machines():
         (random_order(2022), WORLDWIDE, Degrees(1, 8, 8)),
     ):
         seconds = {
-            degrees: megatron_iterations(
-                MegatronJob(devices=devices, degrees=degrees, network=network), 24, (1024,)
-            )[GptWorkload(24, 1024)]
+            degrees: megatron_iteration(
+                MegatronJob(devices=devices, degrees=degrees, network=network),
+                GptWorkload(24, 1024),
+            )
             for degrees in (Degrees(1, 8, 8), Degrees(2, 4, 8), Degrees(8, 1, 8))
         }
         assert min(seconds, key=seconds.__getitem__) == best
