@@ -11,13 +11,16 @@ all members are in one node, the ring uses PCIe. The parameter server and AD-PSG
 remote variables, that is gRPC (section 7.1.3), limited by what one process sends and receives.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
+from polyrhythm.cost.step import StageWork
 from polyrhythm.describe.cluster import Device
 from polyrhythm.describe.convolution import square
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob, equal_job
+from polyrhythm.schedule.spec import ScheduleSpec
+from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob, replicas
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 from reproduction.simulation import node_cluster
 
@@ -138,18 +141,26 @@ def job(
         between=inside,
         latency=_LATENCY,
     )
-    job = equal_job(
-        num_pipelines=workers.number,
-        forward=model.compute / 3,  # a backward takes two forwards
-        backward=model.compute * 2 / 3,
-        gradient_bytes=size,
-        policy=_POLICIES[method],
-        options=_OPTIONS.get(method),
-    )
-    return replace(
-        job,
+    return SimulatedJob(
         cluster=cluster,
-        sync=replace(job.sync, every=every),
+        stages=(
+            StageWork(
+                forward=model.compute / 3,  # a backward takes two forwards
+                backward=model.compute * 2 / 3,
+                activation_bytes=0.0,
+                gradient_bytes=size,
+            ),
+        ),
+        pipelines=replicas(
+            ScheduleSpec.parse("1f1b").build(num_stages=1, num_microbatches=1), workers.number
+        ),
+        sync=Setup(
+            policy=_POLICIES[method],
+            num_stages=1,
+            num_pipelines=workers.number,
+            options=_OPTIONS.get(method, {}),
+            every=every,
+        ),
         scenario=scenario,
         coordinator=len(cluster.devices) - 1 if method == SERVER else None,
         gateways=None if is_remote else gateways,
