@@ -129,8 +129,7 @@ def spot_scenario(
     device has the n-th slot; devices beyond the slots are never killed.
     """
     trace = source if isinstance(source, SpotTrace) else SpotTrace.load(source)
-    if duration is not None:
-        check_amount("duration", duration, Seconds, zero=False)
+    check_amount("duration", duration, Seconds, zero=False)
     pace = 1.0 if duration is None or trace.length == 0 else duration / trace.length
     kills, joins = [], []
     for device, times in zip(cluster.devices, trace.places, strict=False):
