@@ -3,7 +3,7 @@
 A layout has one row of devices per stage and one column per pipeline. Devices of a row average
 their gradients, all rows at once, so the slowest device of all decides. Neighbours in a column
 exchange activations and their gradients, one hop after another, and the slowest column of a hop
-decides. In eq. 1 only the rows are given: `plan/dtfm/group_layout.py` finds the best columns and
+decides. In eq. 1 only the rows are given: `plan/dtfm/path.py` finds the best columns and
 order of rows. `layout_cost` prices a layout with given columns and order.
 
 Source: Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments",
@@ -47,12 +47,8 @@ class Traffic:
 
 PUBLISHED = Traffic(
     gradient_bytes=1.3e9 * 4 * 3 / 24,  # fp32, 3 of 24 layers
-    activation_bytes=2024
-    * 2048
-    * 2
-    * (1e6 / 2048 / 8)
-    / 2**30
-    * 1e9,  # GiB taken for GB, see above
+    # GiB taken for GB, see above
+    activation_bytes=2024 * 2048 * 2 * (1e6 / 2048 / 8) / 2**30 * 1e9,
 )
 
 

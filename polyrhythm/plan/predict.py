@@ -134,13 +134,7 @@ def check(plan: Plan, problem: Problem) -> None:
 def _step(plan: Plan, problem: Problem) -> StepSpec:
     """Return the step without its replicas, whose schedules are not known yet."""
     assert plan.microbatch_size is not None, "checked"
-    return StepSpec(
-        replicas=(),
-        stages=problem.stages(plan.layers_per_stage, plan.microbatch_size),
-        speeds=problem.speeds,
-        links=problem.links,
-        sync=Sync(plan.sync),
-    )
+    return problem.step(plan.layers_per_stage, plan.microbatch_size, plan.sync)
 
 
 def _runs(pipeline: PipelinePlan, problem: Problem) -> tuple[StageRun, ...]:

@@ -11,7 +11,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
 from polyrhythm.cost.memory import StageMemory, max_in_flight
-from polyrhythm.cost.step import StageWork
+from polyrhythm.cost.step import StageWork, StepSpec
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import Layer, ModelProfile
@@ -117,6 +117,16 @@ class Problem:
                 for a, b in pairwise(ends)
             )
         return self._stages[key]
+
+    def step(self, layers_per_stage: Sequence[int], microbatch_size: int, sync: str) -> StepSpec:
+        """Return a step without its replicas."""
+        return StepSpec(
+            replicas=(),
+            stages=self.stages(layers_per_stage, microbatch_size),
+            speeds=self.speeds,
+            links=self.links,
+            sync=Sync(sync),
+        )
 
     def memory(self, layers: range, microbatch_size: int) -> StageMemory:
         """Return the memory of consecutive layers on one device.

@@ -18,8 +18,8 @@ from polyrhythm.cost.dtfm import (
 )
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import DescriptionError, PlanError
-from polyrhythm.plan.dtfm.group_layout import layout_of_groups
 from polyrhythm.plan.dtfm.matching import bottleneck
+from polyrhythm.plan.dtfm.path import layout_of_groups
 from tests.pure.dtfm_cases import slow_cost, small_times
 
 

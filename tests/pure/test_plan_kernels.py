@@ -18,10 +18,9 @@ from polyrhythm.plan.construction import construct_layouts, nearest
 from polyrhythm.plan.dtfm import path
 from polyrhythm.plan.dtfm.anneal import AnnealingSchedule, anneal
 from polyrhythm.plan.dtfm.grid import Acceptance, make_grid, swap_devices
-from polyrhythm.plan.dtfm.group_layout import layout_of_groups, partition_cost
 from polyrhythm.plan.dtfm.matching import bottleneck
 from polyrhythm.plan.dtfm.moves import reverse_stages, swap_ends, swap_runs
-from polyrhythm.plan.dtfm.path import cheapest_order, path_length
+from polyrhythm.plan.dtfm.path import cheapest_order, layout_of_groups, partition_cost, path_length
 from tests.pure.dtfm_cases import small_times
 
 
