@@ -3,8 +3,8 @@
 A layout has one row of devices per stage and one column per pipeline. Devices of a row average
 their gradients, all rows at once, so the slowest device of all decides. Neighbours in a column
 exchange activations and their gradients, one hop after another, and the slowest column of a hop
-decides. In eq. 1 only the rows are given: `best_layout` finds the best columns and order of rows.
-`layout_cost` prices a layout with given columns and order.
+decides. In eq. 1 only the rows are given: `plan/dtfm/path.py` finds the best columns and
+order of rows. `layout_cost` prices a layout with given columns and order.
 
 Source: Yuan et al., "Decentralized Training of Foundation Models in Heterogeneous Environments",
 arXiv:2206.01288, equations 1 to 4. Departures: none in the equations. The factor 2 is inside of a
@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import DescriptionError, PlanError
@@ -28,8 +26,6 @@ from polyrhythm.types import Seconds
 
 Matrix = NDArray[np.float64]
 Groups = Sequence[Sequence[int]]  # of devices: one per stage
-
-MAX_STAGES = 16  # Held-Karp takes 2^stages * stages^2 steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +47,8 @@ class Traffic:
 
 PUBLISHED = Traffic(
     gradient_bytes=1.3e9 * 4 * 3 / 24,  # fp32, 3 of 24 layers
-    activation_bytes=2024
-    * 2048
-    * 2
-    * (1e6 / 2048 / 8)
-    / 2**30
-    * 1e9,  # GiB taken for GB, see above
+    # GiB taken for GB, see above
+    activation_bytes=2024 * 2048 * 2 * (1e6 / 2048 / 8) / 2**30 * 1e9,
 )
 
 
@@ -131,70 +123,6 @@ def group_sync(group: Sequence[int], times: PairTimes) -> Seconds:
     return float(times.sync[np.ix_(group, group)].sum(axis=1).max())
 
 
-def best_matching(
-    left: Sequence[int], right: Sequence[int], times: PairTimes
-) -> tuple[Seconds, tuple[int, ...]]:
-    """Eq. 3: the bottleneck matching of `left` and `right`, and its slowest hop.
-
-    The result is the matching of the smallest feasible threshold. (The published code returns the
-    matching after the last feasible threshold, which may be worse than the cost it reports.)
-    """
-    weights = times.hop[np.ix_(left, right)]
-    thresholds = np.unique(weights)
-    # Every row and column must be matched, so the threshold is at least the largest minimum.
-    least = max(weights.min(axis=0).max(), weights.min(axis=1).max())
-    low, high = int(np.searchsorted(thresholds, least)), len(thresholds) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if (_matching(weights <= thresholds[middle]) >= 0).all():
-            high = middle
-        else:
-            low = middle + 1
-    pairing = _matching(weights <= thresholds[low])
-    return float(thresholds[low]), tuple(int(right[column]) for column in pairing)
-
-
-def best_order(hops: Matrix) -> tuple[Seconds, tuple[int, ...]]:
-    """Eq. 4: the cheapest path through all groups, ends free (Held-Karp); `hops` is symmetric.
-
-    Raises PlanError for more than `MAX_STAGES` groups.
-    """
-    num_groups = len(hops)
-    if num_groups > MAX_STAGES:
-        raise PlanError(
-            f"the best order of {num_groups} stages",
-            expected=f"at most {MAX_STAGES}, for an exact answer",
-            fix="use layout_cost with an order, or plan.dtfm.placement.place to find a good one",
-        )
-    # best[visited, last]: the cheapest path over the set `visited` that ends in `last`
-    best = np.full((1 << num_groups, num_groups), np.inf)
-    best[1 << np.arange(num_groups), np.arange(num_groups)] = 0.0
-    for visited in range(1, 1 << num_groups):
-        for last in range(num_groups):
-            rest = visited & ~(1 << last)
-            if rest and visited & (1 << last):
-                best[visited, last] = (best[rest] + hops[last]).min()
-    visited, last = (1 << num_groups) - 1, int(best[-1].argmin())
-    order = [last]
-    while visited := visited & ~(1 << order[-1]):
-        order.append(int((best[visited] + hops[order[-1]]).argmin()))
-    return float(best[-1, last]), tuple(order)
-
-
-def best_layout(groups: Groups, times: PairTimes) -> LayoutCost:
-    """Eq. 1 for these groups: their best order, matched hop by hop."""
-    num_groups = len(groups)
-    hops = np.zeros((num_groups, num_groups))
-    for i in range(num_groups):
-        for j in range(i):
-            hops[i, j] = hops[j, i] = best_matching(groups[i], groups[j], times)[0]
-    order = best_order(hops)[1]
-    layout = [tuple(groups[order[0]])]
-    for index in order[1:]:
-        layout.append(best_matching(layout[-1], groups[index], times)[1])
-    return layout_cost(layout, times)
-
-
 def layout_cost(layout: Groups, times: PairTimes) -> LayoutCost:
     """Return the cost of these columns in this order. Raises PlanError unless all devices occur."""
     sizes = [len(row) for row in layout]
@@ -211,12 +139,6 @@ def layout_cost(layout: Groups, times: PairTimes) -> LayoutCost:
         sync=max(group_sync(row, times) for row in rows),
         hops=tuple(map(float, times.hop[rows[:-1], rows[1:]].max(axis=1))),
     )
-
-
-def _matching(allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return a maximum matching: the column of each row, or -1."""
-    pairing: NDArray[np.int32] = maximum_bipartite_matching(csr_array(allowed), perm_type="column")
-    return pairing
 
 
 def _check_links(latency: Matrix, bandwidth: Matrix, apart: NDArray[np.bool_]) -> None:

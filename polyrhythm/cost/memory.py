@@ -39,6 +39,13 @@ def needed(stage: StageMemory, *, in_flight: int, window: int) -> Bytes:
     return fixed + in_flight * stage.activation + window * stage.message
 
 
+def max_in_flight(stage: StageMemory, limit: Bytes, num_microbatches: int, *, window: int) -> int:
+    """Return how many of `num_microbatches` fit into `limit`; 0 if not even one."""
+    room = limit - needed(stage, in_flight=0, window=window)
+    free = num_microbatches if stage.activation == 0 else room // stage.activation
+    return 0 if room < 0 else min(free, num_microbatches)
+
+
 def peak_in_flight(actions: Sequence[Action]) -> int:
     """Return the peak number of micro-batches between forward and backward: held activations."""
     live = peak = 0
@@ -78,9 +85,7 @@ class MemoryBudget:
         """
         if microbatch_size not in self.stages:
             return (0,) * len(self.limits)
-        max_in_flight = []
-        for stage, limit in zip(self.stages[microbatch_size], self.limits, strict=True):
-            room = limit - needed(stage, in_flight=0, window=self.window)
-            free = num_microbatches if stage.activation == 0 else room // stage.activation
-            max_in_flight.append(0 if room < 0 else min(free, num_microbatches))
-        return tuple(max_in_flight)
+        return tuple(
+            max_in_flight(stage, limit, num_microbatches, window=self.window)
+            for stage, limit in zip(self.stages[microbatch_size], self.limits, strict=True)
+        )

@@ -107,7 +107,6 @@ class Timeline:
     starts: tuple[tuple[Seconds, ...], ...]
     ends: tuple[tuple[Seconds, ...], ...]
     length: Seconds
-    idle: tuple[Seconds, ...]  # per stage, out of `length`
 
 
 def simulate(
@@ -123,17 +122,12 @@ def simulate(
     deadlock.
     """
     starts = _execute(schedule, times, first_message, ready)
-    ends, works = [], []
+    ends = []
     for stage, actions in enumerate(schedule):
         takes = {Op.F: times.forward[stage], Op.B: times.backward[stage]}
         ends.append(tuple(s + takes[op] for s, (op, _) in zip(starts[stage], actions, strict=True)))
-        works.append(sum(takes[op] for op, _ in actions))
-    end = _end(schedule, times, starts)
     return Timeline(
-        starts=tuple(map(tuple, starts)),
-        ends=tuple(ends),
-        length=end,
-        idle=tuple(end - work for work in works),
+        starts=tuple(map(tuple, starts)), ends=tuple(ends), length=_end(schedule, times, starts)
     )
 
 

@@ -60,16 +60,6 @@ class StepSpec:
     links: Links
     sync: Sync
 
-    @property
-    def coordinator(self) -> int:
-        """The device of rank 0."""
-        return self.replicas[0].runs[0].device
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches of all pipelines together."""
-        return sum(len(replica.schedule[0]) // 2 for replica in self.replicas)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
@@ -85,9 +75,8 @@ class StepTime:
 def step_time(step: StepSpec) -> StepTime:
     """Simulate the step, then again without sync and transfers, to attribute its time to parts."""
     times = [pipeline_times(replica.runs, step) for replica in step.replicas]
-    scatter_times = reduce_scatter_times(
-        groups_of(step), step.links, step.sync, coordinator=step.coordinator
-    )
+    rank_0 = step.replicas[0].runs[0].device  # it has the coordinator
+    scatter_times = reduce_scatter_times(groups_of(step), step.links, step.sync, coordinator=rank_0)
     total = _steady(step, times, scatter_times)
     at_once = [0.0] * len(step.stages)
     unsynced = _steady(step, times, at_once)
@@ -211,11 +200,12 @@ def _in_groups(
     step: StepSpec, times: Sequence[PipelineTimes], scatter_times: Sequence[Seconds]
 ) -> Seconds:
     """Return the step time in groups: pipelines do not wait for one another, so rates add up."""
-    rate = 0.0
+    rate, num_microbatches = 0.0, 0
     for replica, pipeline_time in zip(step.replicas, times, strict=True):
         alone = replace(step, replicas=(replica,), sync=Sync.ALL_REDUCE)
         takes = _steady(alone, [pipeline_time], scatter_times)
         if takes == 0:
             return 0.0
         rate += (len(replica.schedule[0]) // 2) / takes
-    return step.num_microbatches / rate
+        num_microbatches += len(replica.schedule[0]) // 2
+    return num_microbatches / rate

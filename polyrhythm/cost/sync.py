@@ -121,12 +121,9 @@ def reduce_scatter_times(
 def _reduce_scatter_times(
     groups: Sequence[ReplicaGroup], links: Links, sync: Sync
 ) -> tuple[Seconds, ...]:
-    if sync is Sync.RING:
-        return tuple(_ring(group, links) for group in groups)
-    if sync is Sync.SEQUENTIAL:
-        return tuple(_sequential(group, links) for group in groups)
-    if sync is Sync.GROUPS:
-        return tuple(_in_groups(group, links) for group in groups)
+    alone = {Sync.RING: _ring, Sync.SEQUENTIAL: _sequential, Sync.GROUPS: _in_groups}.get(sync)
+    if alone is not None:
+        return tuple(alone(group, links) for group in groups)
     # Two devices may share several groups: their traffic adds up.
     sent = np.zeros(links.latency.shape)
     for group in groups:

@@ -33,16 +33,11 @@ class Device:
 
     def __post_init__(self) -> None:
         check_amount(f"speed of {self.name}", self.speed, zero=False)
-        if self.memory is not None:
-            check_amount(f"memory of {self.name}", self.memory, Bytes, zero=False)
-        if self.price_per_hour is not None:
-            check_amount(f"price_per_hour of {self.name}", self.price_per_hour)
-        if self.flops is not None:
-            check_amount(f"flops of {self.name}", self.flops, zero=False)
-        if self.flops_spread is not None:
-            check_amount(f"flops_spread of {self.name}", self.flops_spread)
-        if self.uplink is not None:
-            check_amount(f"uplink of {self.name}", self.uplink, BytesPerSecond, zero=False)
+        check_amount(f"memory of {self.name}", self.memory, Bytes, zero=False)
+        check_amount(f"price_per_hour of {self.name}", self.price_per_hour)
+        check_amount(f"flops of {self.name}", self.flops, zero=False)
+        check_amount(f"flops_spread of {self.name}", self.flops_spread)
+        check_amount(f"uplink of {self.name}", self.uplink, BytesPerSecond, zero=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,9 @@ was used.
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from polyrhythm.describe.cluster import Cluster, Device, Link
 from polyrhythm.describe.read import read, unknown
@@ -59,16 +60,8 @@ class _DeviceForm:
         """Return the device, or the one with this number in its region."""
         region = self.region or self.name
         assert region is not None, "__post_init__ refuses an entry without name and region"
-        return Device(
-            name=self.name or f"{region}/{number}",
-            region=region,
-            memory=self.memory,
-            speed=self.speed,
-            price_per_hour=self.price_per_hour,
-            flops=self.flops,
-            flops_spread=self.flops_spread,
-            uplink=self.uplink,
-        )
+        name = self.name or f"{region}/{number}"
+        return Device(**{**_given(self, Device), "name": name, "region": region})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,22 +112,15 @@ class _ClusterForm:
         regions = self.regions
         if regions is None:
             regions = tuple(dict.fromkeys(device.region for device in devices))
-        latency, bandwidth = self.latency, self.bandwidth
-        if latency is None or bandwidth is None:
-            latency, bandwidth = _matrices(self.links, devices, regions)
-        return Cluster(
-            name=self.name,
-            source=self.source,
-            devices=devices,
-            regions=regions,
-            latency=latency,
-            bandwidth=bandwidth,
-            measured_at=self.measured_at,
-            latency_spread=self.latency_spread,
-            bandwidth_spread=self.bandwidth_spread,
-            egress_price_per_gb=self.egress_price_per_gb,
-            flops_dtype=self.flops_dtype,
-        )
+        table = {**_given(self, Cluster), "devices": devices, "regions": regions}
+        if self.latency is None:
+            table["latency"], table["bandwidth"] = _matrices(self.links, devices, regions)
+        return Cluster(**table)
+
+
+def _given(form: "_DeviceForm | _ClusterForm", kind: type[Device | Cluster]) -> dict[str, Any]:
+    """Return the values of a form for all fields of `kind`."""
+    return {each.name: getattr(form, each.name) for each in fields(kind)}
 
 
 def _numbered(entries: tuple[_DeviceForm, ...]) -> tuple[Device, ...]:

@@ -8,11 +8,17 @@ Source: Huang et al., arXiv:1608.06993, table 1. Departure: none; counted as in 
 A batch norm keeps its input, and the convolution after it keeps the output of norm and ReLU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from polyrhythm.describe.convolution import INDEX, LARGEST_IMAGE, Convolution, halved, square
+from polyrhythm.describe.convolution import (
+    Convolution,
+    halved,
+    head_work,
+    square,
+    stem_of,
+    stem_work,
+)
 from polyrhythm.describe.layer_work import LayerWork
-from polyrhythm.errors import DescriptionError
 
 _BLOCKS = (6, 12, 48, 32)  # dense layers
 _FIRST = 64  # output channels of the stem
@@ -37,48 +43,26 @@ class Transition:
     half: Convolution
 
 
-def densenet201(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
+def densenet201(*, image: int = 224) -> list[LayerWork]:
     """Return the layers for images of `image` x `image` points."""
-    first = stem_of(image)
-    side = halved(first.side)
-    stem = LayerWork(
-        name="stem",
-        parameters=first.weights + 2 * first.outputs,
-        operations=first.operations,
-        outputs=_FIRST * side**2,
-        stored=3 * image**2 + 2 * first.num_outputs,
-        other_bytes=INDEX * _FIRST * side**2,  # index of each maximum
-        backward_ratio=1.0,  # images need no gradient
-    )
     blocks = blocks_of(image)
     last = blocks[-1]
     assert isinstance(last, DenseLayer), "no transition follows the last block"
     channels = last.narrow.inputs + _GROWTH
     kept = channels * last.narrow.side**2
-    head = LayerWork(
-        name="head",  # norm, ReLU, the mean over all points, classes
-        parameters=2 * channels + (channels + 1) * num_classes,
-        operations=2 * channels * num_classes,
-        outputs=num_classes,
-        stored=2 * kept + channels,
-    )
-    return [stem, *map(_work, blocks), head]
+    head = head_work(channels)
+    # A norm and a ReLU before it.
+    head = replace(head, parameters=head.parameters + 2 * channels, stored=head.stored + 2 * kept)
+    return [stem_work(first_convolution(image)), *map(_work, blocks), head]
 
 
-def stem_of(image: int) -> Convolution:
-    if not 32 <= image <= LARGEST_IMAGE:
-        raise DescriptionError(
-            f"images of {image} x {image}",
-            expected="at least 32 x 32 points, one of which is left after five halvings, "
-            f"at most {LARGEST_IMAGE} x {LARGEST_IMAGE}",
-            fix="use images of 224, as DenseNet-201 was made for",
-        )
-    return square(3, _FIRST, 7, image, halved(image))
+def first_convolution(image: int) -> Convolution:
+    return stem_of(image, _FIRST, model="DenseNet-201")
 
 
 def blocks_of(image: int) -> list[DenseLayer | Transition]:
     """Return all layers between stem and head, in order."""
-    side, channels = halved(stem_of(image).side), _FIRST
+    side, channels = halved(first_convolution(image).side), _FIRST
     found: list[DenseLayer | Transition] = []
     for block, num_layers in enumerate(_BLOCKS):
         for number in range(num_layers):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from polyrhythm.describe.convolution import INDEX, LARGEST_IMAGE, Convolution
+from polyrhythm.describe.convolution import INDEX, LARGEST_IMAGE, Convolution, head_work
 from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.errors import DescriptionError
 
@@ -92,18 +92,10 @@ class InceptionBlock:
         return tuple(each for branch in self.branches for each in branch.convolutions)
 
 
-def inceptionv4(*, image: int = 299, num_classes: int = 1000) -> list[LayerWork]:
+def inceptionv4(*, image: int = 299) -> list[LayerWork]:
     """Return the layers for images of `image` x `image` points."""
     blocks = blocks_of(image)
-    channels = blocks[-1].channels
-    head = LayerWork(
-        name="head",  # the mean over all points, classes
-        parameters=(channels + 1) * num_classes,
-        operations=2 * channels * num_classes,
-        outputs=num_classes,
-        stored=channels,
-    )
-    return [*map(_work, blocks), head]
+    return [*map(_work, blocks), head_work(blocks[-1].channels)]
 
 
 def blocks_of(image: int) -> list[InceptionBlock]:

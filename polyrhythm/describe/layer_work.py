@@ -7,9 +7,7 @@ layers that only move numbers (an embedding, a norm) take none, unlike in a meas
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyrhythm.describe.model import AtSize, Layer, ModelProfile, check_size
-from polyrhythm.describe.units import check_amount
-from polyrhythm.errors import DescriptionError
+from polyrhythm.describe.model import AtSize, Layer
 from polyrhythm.types import Bytes
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -28,36 +26,7 @@ class LayerWork:
     backward_ratio: float = 2.0  # of a backward's operations: gradients of weights and of the input
 
 
-def profile_of(
-    name: str,
-    layers: Sequence[LayerWork],
-    *,
-    flops: float,
-    microbatch_size: int = 1,
-    other_sizes: Sequence[int] = (),
-    dtype: str = "float32",
-) -> ModelProfile:
-    """Return the profile on a device with `flops` operations per second and tensors of `dtype`."""
-    check_amount("flops", flops, zero=False)
-    for size in (microbatch_size, *other_sizes):
-        check_size(size)
-    if dtype not in BYTES_OF:
-        raise DescriptionError(
-            f"dtype {dtype!r}", expected=f"one of {', '.join(BYTES_OF)}", fix="use float32"
-        )
-    return ModelProfile(
-        name=name,
-        source="counted by formulas, not measured",
-        microbatch_size=microbatch_size,
-        flops=flops,
-        flops_dtype=dtype,
-        layers=tuple(
-            _layer(each, flops, microbatch_size, other_sizes, BYTES_OF[dtype]) for each in layers
-        ),
-    )
-
-
-def _layer(
+def layer_of(
     work: LayerWork, flops: float, size: int, other_sizes: Sequence[int], width: Bytes
 ) -> Layer:
     own = _at_size(work, flops, size, width)

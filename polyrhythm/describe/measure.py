@@ -94,9 +94,9 @@ def _fitting_size(device: torch.device, dtype: torch.dtype) -> int:
         try:
             taken = _better_of_two(2 * size, device, dtype)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            break
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                break
+            raise
         size *= 2
     return size
 
@@ -104,7 +104,3 @@ def _fitting_size(device: torch.device, dtype: torch.dtype) -> int:
 def _better_of_two(size: int, device: torch.device, dtype: torch.dtype) -> Seconds:
     """Return the shorter of two measurements: the first may include loading a library."""
     return min(product(size, device, dtype) for _ in range(2))
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)

@@ -49,8 +49,8 @@ class Layer:
     def __post_init__(self) -> None:
         _check_layer(self)
         check_amount("parameter_bytes", self.parameter_bytes, Bytes)
-        check_amount("forward_spread", self.forward_spread or 0.0)
-        check_amount("backward_spread", self.backward_spread or 0.0)
+        check_amount("forward_spread", self.forward_spread)
+        check_amount("backward_spread", self.backward_spread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,7 @@ class ModelProfile:
     def __post_init__(self) -> None:
         check_measured_at(self.measured_at)
         check_size(self.microbatch_size)
-        if self.flops is not None:
-            check_amount("flops", self.flops, zero=False)
+        check_amount("flops", self.flops, zero=False)
         if not self.layers:
             raise DescriptionError(
                 f"model {self.name!r} has no layers",

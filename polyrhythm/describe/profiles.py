@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from polyrhythm.describe.densenet_work import densenet201
 from polyrhythm.describe.inception_work import inceptionv4
-from polyrhythm.describe.layer_work import LayerWork, profile_of
-from polyrhythm.describe.model import ModelProfile
+from polyrhythm.describe.layer_work import BYTES_OF, LayerWork, layer_of
+from polyrhythm.describe.model import ModelProfile, check_size
 from polyrhythm.describe.read import unknown
 from polyrhythm.describe.resnet_work import resnet50
 from polyrhythm.describe.transformer_work import bert, gpt
+from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
 
 NAMES = (
@@ -27,7 +28,8 @@ _LARGEST = 10_000_000  # of any number in a name; more is a typing error
 _LONGEST = 80  # characters of a name in an error
 _GPT = re.compile(r"gpt-(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?", re.ASCII)
 _BERT = re.compile(r"bert-(base|large)(?:-(\d+))?", re.ASCII)
-_IMAGES = re.compile(r"(resnet50|densenet201|inceptionv4)(?:-(\d+))?", re.ASCII)
+_IMAGE_MODELS = {"resnet50": resnet50, "densenet201": densenet201, "inceptionv4": inceptionv4}
+_IMAGES = re.compile(rf"({'|'.join(_IMAGE_MODELS)})(?:-(\d+))?", re.ASCII)
 
 
 def builtin_profile(
@@ -40,15 +42,26 @@ def builtin_profile(
 ) -> ModelProfile:
     """Return the profile of a built-in model on a device with `flops` operations per second.
 
-    Its layers have `sizes` for other micro-batch sizes, like a measured profile.
+    Its tensors are of `dtype`; its layers have `sizes` for other micro-batch sizes, like a measured
+    profile.
     """
-    return profile_of(
-        name,
-        layers_of(name),
-        flops=flops,
+    layers = layers_of(name)
+    check_amount("flops", flops, zero=False)
+    for size in (microbatch_size, *other_sizes):
+        check_size(size)
+    if dtype not in BYTES_OF:
+        raise DescriptionError(
+            f"dtype {dtype!r}", expected=f"one of {', '.join(BYTES_OF)}", fix="use float32"
+        )
+    return ModelProfile(
+        name=name,
+        source="counted by formulas, not measured",
         microbatch_size=microbatch_size,
-        other_sizes=other_sizes,
-        dtype=dtype,
+        flops=flops,
+        flops_dtype=dtype,
+        layers=tuple(
+            layer_of(each, flops, microbatch_size, other_sizes, BYTES_OF[dtype]) for each in layers
+        ),
     )
 
 
@@ -67,18 +80,11 @@ def layers_of(name: str) -> list[LayerWork]:
         if found := _BERT.fullmatch(name):
             return bert(found[1], sequence=_number(found[2] or "512"))
         if found := _IMAGES.fullmatch(name):
-            return _of_images(found[1], found[2])
+            image = {} if found[2] is None else {"image": _number(found[2])}
+            return _IMAGE_MODELS[found[1]](**image)
     except DescriptionError as error:
         raise error.at(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}...") from None
     raise unknown("model", name, NAMES, near=("gpt-24x2048x2048", "bert-base", "bert-large"))
-
-
-def _of_images(model: str, side: str | None) -> list[LayerWork]:
-    """Return an image model's layers, by default for the image size that it was designed for."""
-    if model == "inceptionv4":
-        return inceptionv4(image=_number(side or "299"))
-    image = _number(side or "224")
-    return densenet201(image=image) if model == "densenet201" else resnet50(image=image)
 
 
 def _number(digits: str) -> int:

@@ -9,36 +9,17 @@ ReLU keeps its output, which is the input of the next convolution: the next laye
 
 from dataclasses import replace
 
-from polyrhythm.describe.convolution import INDEX, LARGEST_IMAGE, halved, square
+from polyrhythm.describe.convolution import halved, head_work, square, stem_of, stem_work
 from polyrhythm.describe.layer_work import LayerWork
-from polyrhythm.errors import DescriptionError
 
 _STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # width, blocks, first stride
 _EXPANSION = 4
 
 
-def resnet50(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
+def resnet50(*, image: int = 224) -> list[LayerWork]:
     """Return the layers for images of `image` x `image` points."""
-    if not 32 <= image <= LARGEST_IMAGE or num_classes < 1:
-        raise DescriptionError(
-            f"images of {image} x {image} in {num_classes} classes",
-            expected="at least 32 x 32 points, one of which is left after five halvings, "
-            f"at most {LARGEST_IMAGE} x {LARGEST_IMAGE}, and a class",
-            fix="use images of 224, as ResNet-50 was made for",
-        )
-    half = halved(image)
-    first = square(3, 64, 7, image, half)
-    side = halved(half)
-    stem = LayerWork(
-        name="stem",
-        parameters=first.weights + 2 * first.outputs,
-        operations=first.operations,
-        outputs=64 * side**2,
-        stored=3 * image**2 + 2 * first.num_outputs,
-        other_bytes=INDEX * 64 * side**2,  # index of each maximum
-        backward_ratio=1.0,  # images need no gradient
-    )
-    layers, channels = [stem], 64
+    first = stem_of(image, 64, model="ResNet-50")
+    layers, channels, side = [stem_work(first)], first.outputs, halved(first.side)
     for place, (width, num_blocks, stride) in enumerate(_STAGES):
         for number in range(num_blocks):
             name = f"stage{place}.{number}"
@@ -47,14 +28,7 @@ def resnet50(*, image: int = 224, num_classes: int = 1000) -> list[LayerWork]:
             side = halved(side) if number == 0 and stride == 2 else side
     # No layer keeps the output of the last ReLU: only its mean is used.
     layers[-1] = replace(layers[-1], stored=layers[-1].stored + layers[-1].outputs)
-    head = LayerWork(
-        name="head",
-        parameters=(channels + 1) * num_classes,
-        operations=2 * channels * num_classes,
-        outputs=num_classes,
-        stored=channels,
-    )
-    return [*layers, head]
+    return [*layers, head_work(channels)]
 
 
 def _bottleneck(name: str, channels: int, width: int, side: int, stride: int) -> LayerWork:

@@ -6,11 +6,14 @@ stays the same; code that emulates compute must scale its seconds by `time_scale
 """
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from functools import cache
+from typing import Any, get_type_hints
 
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.describe.scenario import LinkChange, Scenario, Slow
-from polyrhythm.describe.units import check_amount
+from polyrhythm.describe.scenario import Scenario
+from polyrhythm.describe.units import check_amount, kind_in
 from polyrhythm.errors import DescriptionError
 from polyrhythm.types import BytesPerSecond, Seconds
 
@@ -21,17 +24,8 @@ def scaled_cluster(cluster: Cluster, *, time_scale: float, byte_scale: float) ->
     Speed is a ratio already. Memory decides what a plan may place where; a rehearsal carries out
     the plan of the real cluster, so it keeps the real memory.
     """
-    _check_scales(time_scale, byte_scale)
-    rate_scale = byte_scale / time_scale
-    return replace(
-        cluster,
-        devices=tuple(
-            device if device.uplink is None else replace(device, uplink=device.uplink * rate_scale)
-            for device in cluster.devices
-        ),
-        latency=tuple(tuple(latency * time_scale for latency in row) for row in cluster.latency),
-        bandwidth=tuple(tuple(rate * rate_scale for rate in row) for row in cluster.bandwidth),
-    )
+    scaled: Cluster = _scaled(cluster, _scales(time_scale, byte_scale))
+    return scaled
 
 
 def scaled_scenario(scenario: Scenario, *, time_scale: float, byte_scale: float) -> Scenario:
@@ -40,18 +34,16 @@ def scaled_scenario(scenario: Scenario, *, time_scale: float, byte_scale: float)
     Factors and probabilities are ratios already. Raises DescriptionError for a trace without
     trace_duration, since the scenario does not know its recorded length.
     """
-    _check_scales(time_scale, byte_scale)
-    return replace(
-        scenario,
-        slow=tuple(_scaled_slow(slow, i, time_scale) for i, slow in enumerate(scenario.slow)),
-        link=tuple(_scaled_change(change, time_scale, byte_scale) for change in scenario.link),
-        pause=tuple(
-            replace(pause, at=pause.at * time_scale, until=pause.until * time_scale)
-            for pause in scenario.pause
-        ),
-        kill=tuple(replace(kill, at=kill.at * time_scale) for kill in scenario.kill),
-        join=tuple(replace(join, at=join.at * time_scale) for join in scenario.join),
-    )
+    scales = _scales(time_scale, byte_scale)
+    for index, slow in enumerate(scenario.slow):
+        if slow.trace is not None and slow.trace_duration is None and time_scale != 1:
+            raise DescriptionError(
+                f"slow[{index}]: the trace {slow.trace!r} has no trace_duration to scale",
+                expected="a time for the whole recording",
+                fix='add trace_duration, such as "9h", to the entry',
+            )
+    scaled: Scenario = _scaled(scenario, scales)
+    return scaled
 
 
 def fewer_devices(cluster: Cluster, num_devices: int) -> Cluster:
@@ -110,31 +102,27 @@ def _shares(cluster: Cluster, num_devices: int) -> Counter[str]:
     return shares
 
 
-def _scaled_slow(slow: Slow, index: int, time_scale: float) -> Slow:
-    if slow.trace is not None and slow.trace_duration is None and time_scale != 1:
-        raise DescriptionError(
-            f"slow[{index}]: the trace {slow.trace!r} has no trace_duration to scale",
-            expected="a time for the whole recording",
-            fix='add trace_duration, such as "9h", to the entry',
-        )
-    return replace(
-        slow,
-        start=slow.start * time_scale,
-        until=_scaled(slow.until, time_scale),
-        trace_duration=_scaled(slow.trace_duration, time_scale),
-    )
-
-
-def _scaled_change(change: LinkChange, time_scale: float, byte_scale: float) -> LinkChange:
-    bandwidth: BytesPerSecond | None = _scaled(change.bandwidth, byte_scale / time_scale)
-    latency: Seconds | None = _scaled(change.latency, time_scale)
-    return replace(change, at=change.at * time_scale, latency=latency, bandwidth=bandwidth)
-
-
-def _scaled(amount: float | None, scale: float) -> float | None:
-    return None if amount is None else amount * scale
-
-
-def _check_scales(time_scale: float, byte_scale: float) -> None:
+def _scales(time_scale: float, byte_scale: float) -> dict[object, float]:
+    """Return the factor of each kind of quantity; others stay as they are."""
     check_amount("time_scale", time_scale, zero=False)
     check_amount("byte_scale", byte_scale, zero=False)
+    return {Seconds: time_scale, BytesPerSecond: byte_scale / time_scale}
+
+
+def _scaled(value: Any, scales: Mapping[object, float], scale: float | None = None) -> Any:
+    """Scale a record's quantities by their types, also those in records and tuples within it."""
+    if isinstance(value, tuple):
+        return tuple(_scaled(each, scales, scale) for each in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        kinds = _kinds(type(value)).items()
+        changes = {
+            name: _scaled(getattr(value, name), scales, scales.get(kind)) for name, kind in kinds
+        }
+        return replace(value, **changes)
+    return value if value is None or scale is None else value * scale
+
+
+@cache
+def _kinds(record: type) -> dict[str, object | None]:
+    hints = get_type_hints(record, include_extras=True)
+    return {name: kind_in(hint) for name, hint in hints.items()}

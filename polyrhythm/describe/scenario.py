@@ -87,10 +87,8 @@ class Slow:
         return self.device in (EVERY_DEVICE, device)
 
     def _check_trace(self) -> None:
-        if self.trace_worker is not None:
-            check_amount("trace_worker", self.trace_worker)
-        if self.trace_duration is not None:
-            check_amount("trace_duration", self.trace_duration, Seconds, zero=False)
+        check_amount("trace_worker", self.trace_worker)
+        check_amount("trace_duration", self.trace_duration, Seconds, zero=False)
         if self.trace is None and (self.trace_worker, self.trace_duration) != (None, None):
             raise DescriptionError(
                 "trace_worker or trace_duration without a trace",
@@ -113,10 +111,8 @@ class LinkChange:
 
     def __post_init__(self) -> None:
         _check_time("at", self.at)
-        if self.latency is not None:
-            check_amount("latency", self.latency, Seconds)
-        if self.bandwidth is not None:
-            check_amount("bandwidth", self.bandwidth, BytesPerSecond, zero=False)
+        check_amount("latency", self.latency, Seconds)
+        check_amount("bandwidth", self.bandwidth, BytesPerSecond, zero=False)
         measured = self.latency is not None or self.bandwidth is not None
         if self.up is None and not measured:
             raise DescriptionError(

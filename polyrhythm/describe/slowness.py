@@ -97,10 +97,13 @@ class Slowness:
             if slow.applies_to(device):
                 # Random's own hash of a string is equal in all processes, unlike `hash`.
                 chance = random.Random(f"{scenario.seed}/{i}/{device}")
-                try:
-                    entries.append(_Entry(slow, chance, _playback(slow, index, traces)))
-                except DescriptionError as error:
-                    raise error.at(f"slow[{i}]") from None
+                playback = None
+                if slow.trace is not None:
+                    try:
+                        playback = _Playback(*find_playback(slow, index, traces))
+                    except DescriptionError as error:
+                        raise error.at(f"slow[{i}]") from None
+                entries.append(_Entry(slow, chance, playback))
         return cls(tuple(entries))
 
     def delay(self, now: Seconds, work: Seconds, forward_and_backward: Seconds) -> Seconds:
@@ -112,12 +115,6 @@ class Slowness:
         for entry in self._entries:
             total += entry.delay(now, work, forward_and_backward)
         return total
-
-
-def _playback(slow: Slow, index: int | None, traces: Mapping[str, Trace]) -> _Playback | None:
-    if slow.trace is None:
-        return None
-    return _Playback(*find_playback(slow, index, traces))
 
 
 def find_playback(

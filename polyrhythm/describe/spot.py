@@ -11,9 +11,8 @@ has been empty longest.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from polyrhythm.describe.bundled_files import bundled, locate
@@ -80,8 +79,10 @@ class SpotTrace:
     @property
     def places(self) -> tuple[tuple[Seconds, ...], ...]:
         """[slot] = times at which it was occupied, left, occupied again, ..."""
-        intervals = [
-            interval for times in self.nodes or self._node_times() for interval in _intervals(times)
+        intervals = [  # start and end of each presence of a node; no end if it stayed
+            interval
+            for times in self.nodes or self._node_times()
+            for interval in zip_longest(times[::2], times[1::2])
         ]
         places: list[list[Seconds]] = []
         empty: deque[int] = deque()  # longest empty first
@@ -129,8 +130,7 @@ def spot_scenario(
     device has the n-th slot; devices beyond the slots are never killed.
     """
     trace = source if isinstance(source, SpotTrace) else SpotTrace.load(source)
-    if duration is not None:
-        check_amount("duration", duration, Seconds, zero=False)
+    check_amount("duration", duration, Seconds, zero=False)
     pace = 1.0 if duration is None or trace.length == 0 else duration / trace.length
     kills, joins = [], []
     for device, times in zip(cluster.devices, trace.places, strict=False):
@@ -149,14 +149,6 @@ def spot_scenario(
 def bundled_spot_traces() -> tuple[str, ...]:
     """Return the names of the bundled recordings of spot instances."""
     return bundled(_FOLDER)
-
-
-def _intervals(
-    times: tuple[Seconds, ...] | list[Seconds],
-) -> Iterator[tuple[Seconds, Seconds | None]]:
-    """Yield the start and end of each presence of a node; None if it stayed."""
-    for index in range(0, len(times), 2):
-        yield times[index], times[index + 1] if index + 1 < len(times) else None
 
 
 def _check_times(name: str, times: tuple[Seconds, ...]) -> None:

@@ -26,8 +26,7 @@ class Trace:
     workers: tuple[tuple[tuple[float, float], ...], ...]  # [worker][bin] = lowest, highest speed
 
     def __post_init__(self) -> None:
-        if self.duration is not None:
-            check_amount("duration", self.duration, Seconds, zero=False)
+        check_amount("duration", self.duration, Seconds, zero=False)
         if not self.workers or not all(self.workers):
             raise DescriptionError(
                 f"trace {self.name!r} has a worker without speeds"

@@ -56,9 +56,9 @@ def show(value: float, kind: object) -> str:
     return min((f"{value / unit.scale[spelling]:.4g}{spelling}" for spelling in spellings), key=len)
 
 
-def check_amount(name: str, value: float, kind: object = None, *, zero: bool = True) -> None:
-    """Refuse a negative or infinite amount; refuse 0 too unless `zero`."""
-    if math.isfinite(value) and (value > 0 or (zero and value == 0)):
+def check_amount(name: str, value: float | None, kind: object = None, *, zero: bool = True) -> None:
+    """Refuse a negative or infinite amount; refuse 0 too unless `zero`. None is no amount."""
+    if value is None or (math.isfinite(value) and (value > 0 or (zero and value == 0))):
         return
     raise DescriptionError(
         f"{name} is {show(value, kind) if kind else f'{value:g}'}",

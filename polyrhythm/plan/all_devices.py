@@ -6,9 +6,10 @@ Every such pair of degrees is searched separately, the most promising first, unt
 bound no other can be better.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.errors import UserError
@@ -49,9 +50,8 @@ def plan_all_devices(
         plan = found.best.plan
         best = plan if best is None else min(best, plan, key=_step)
     if best is None:
-        raise refusals[
-            max(refusals)
-        ]  # more stages need less memory each: report the least that is missing
+        # More stages need less memory each: report the least that is missing.
+        raise refusals[max(refusals)]
     ends = list(accumulate(counts, initial=0))
     cuts = [ends[end] for end in accumulate(best.layers_per_stage, initial=0)]
     return replace(best, layers_per_stage=tuple(b - a for a, b in pairwise(cuts)))
@@ -68,22 +68,20 @@ def _one(layers: tuple[Layer, ...]) -> Layer:
         return layers[0]
     return Layer(
         name=f"{layers[0].name} to {layers[-1].name}",
-        forward=sum(layer.forward for layer in layers),
-        backward=sum(layer.backward for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in layers),
-        activation_bytes=layers[-1].activation_bytes,
-        stored_bytes=sum(layer.stored_bytes for layer in layers),
         sizes=tuple(
-            AtSize(
-                microbatch_size=at[0].microbatch_size,
-                forward=sum(each.forward for each in at),
-                backward=sum(each.backward for each in at),
-                activation_bytes=at[-1].activation_bytes,
-                stored_bytes=sum(each.stored_bytes for each in at),
-            )
+            AtSize(microbatch_size=at[0].microbatch_size, **_sums(at))
             for at in zip(*(layer.sizes for layer in layers), strict=True)
         ),
+        **_sums(layers),
     )
+
+
+def _sums(layers: Sequence[Layer | AtSize]) -> dict[str, Any]:
+    """Return the times and bytes of consecutive layers; only the last one's output is sent."""
+    names = ("forward", "backward", "stored_bytes")
+    sums = {name: sum(getattr(layer, name) for layer in layers) for name in names}
+    return {**sums, "activation_bytes": layers[-1].activation_bytes}
 
 
 def _bound(problem: Problem, num_stages: int) -> Seconds:

@@ -6,12 +6,11 @@ changes. The drafts with the best estimates are simulated later.
 """
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.layout import (
@@ -27,10 +26,7 @@ from polyrhythm.plan.layout import (
 from polyrhythm.plan.partition import partition_layers
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.problem import Problem
-from polyrhythm.types import AUTO
-
-if TYPE_CHECKING:
-    from polyrhythm.plan.layout_kernel import LayoutPrices
+from polyrhythm.types import Seconds
 
 _NUM_STARTS = 2  # constructed layouts that are improved
 _MAX_ROUNDS = 3  # of placing devices and assigning layers
@@ -99,7 +95,9 @@ def improve_draft(problem: Problem, draft: PlanDraft, *, num_moves: int, seed: i
     """Improve a draft by annealing; the result is never worse."""
     best = draft
     for round_number in range(_MAX_ROUNDS):
-        prices = _prices(problem, best.shape, best.layers_per_stage)
+        prices = prices_of(
+            problem, best.layers_per_stage, best.shape.microbatch_size, best.shape.num_pipelines
+        )
         layout = anneal_layout(
             problem,
             prices,
@@ -122,28 +120,49 @@ def improve_draft(problem: Problem, draft: PlanDraft, *, num_moves: int, seed: i
 
 def draft_to_plan(draft: PlanDraft, problem: Problem) -> Plan:
     """Return the plan with micro-batches assigned and schedules left open."""
-    names = [device.name for device in problem.cluster.devices]
     numbers = assign_microbatches(
         problem.job.batch_size // draft.shape.microbatch_size,
         draft.layout.first,
         draft.layout.period,
         even=not problem.job.unequal,
     )
+    return assemble_plan(
+        problem,
+        draft.shape.microbatch_size,
+        draft.layers_per_stage,
+        zip(draft.layout.devices.T.tolist(), numbers, strict=True),
+        left_out=draft.layout.idle.tolist(),
+    )
+
+
+def assemble_plan(
+    problem: Problem,
+    microbatch_size: int,
+    layers_per_stage: tuple[int, ...],
+    pipelines: Iterable[tuple[Iterable[int], int]],
+    *,
+    left_out: Iterable[int],
+) -> Plan:
+    """Return the plan of `pipelines`, each the device of every stage and a number of micro-batches.
+
+    Schedules are left open unless the job fixes them.
+    """
+    names = [device.name for device in problem.cluster.devices]
     return Plan(
-        layers_per_stage=draft.layers_per_stage,
+        layers_per_stage=layers_per_stage,
         pipelines=tuple(
             PipelinePlan(
-                devices=tuple(names[device] for device in column),
+                devices=tuple(names[device] for device in devices),
                 num_microbatches=number,
-                schedule=problem.job.schedule or AUTO,
+                schedule=problem.job.schedule,
             )
-            for column, number in zip(draft.layout.devices.T.tolist(), numbers, strict=True)
+            for devices, number in pipelines
         ),
-        microbatch_size=draft.shape.microbatch_size,
+        microbatch_size=microbatch_size,
         sync=problem.job.sync,
         cluster=problem.cluster.name,
         model=problem.profile.name,
-        left_out=tuple(names[device] for device in draft.layout.idle.tolist()),
+        left_out=tuple(names[device] for device in left_out),
     )
 
 
@@ -190,11 +209,13 @@ def _partitioned(problem: Problem, shape: PlanShape, devices: Ints, idle: Ints) 
     Raises PlanError if nothing fits.
     """
     found = []
+    count = problem.job.batch_size / shape.microbatch_size / shape.num_pipelines
     for layers in dict.fromkeys(
-        layers_for(problem, shape, devices, with_gradients=each) for each in (False, True)
+        layers_for(problem, shape.microbatch_size, devices, count, per_byte=each)
+        for each in (0.0, _sync_per_byte(problem, devices) / count)
     ):
-        prices = _prices(problem, shape, layers)
-        layout = reorder_stages(problem, prices, evaluate_layout(problem, prices, devices, idle))
+        prices = prices_of(problem, layers, shape.microbatch_size, shape.num_pipelines)
+        layout = reorder_stages(prices, evaluate_layout(prices, devices, idle))
         found.append(PlanDraft(shape=shape, layers_per_stage=layers, layout=layout))
     return min(found, key=lambda draft: draft.value)
 
@@ -207,29 +228,36 @@ def _partitioned_by_memory(
     single = [float(least[layer, layer + 1]) for layer in range(problem.num_layers)]
     room = problem.memory_limits[devices].min(axis=1)
     layers = partition_layers(single, (1 / np.minimum(room, sum(single))).tolist())
-    prices = _prices(problem, shape, layers)
-    layout = evaluate_layout(problem, prices, devices, idle)
+    prices = prices_of(problem, layers, shape.microbatch_size, shape.num_pipelines)
+    layout = evaluate_layout(prices, devices, idle)
     return PlanDraft(shape=shape, layers_per_stage=layers, layout=layout)
 
 
 def layers_for(
-    problem: Problem, shape: PlanShape, devices: Ints, *, with_gradients: bool
+    problem: Problem,
+    microbatch_size: int,
+    devices: Ints,
+    num_microbatches: float = math.inf,
+    *,
+    per_byte: Seconds = 0.0,
 ) -> tuple[int, ...]:
-    """Return the best numbers of layers for stages of these devices.
+    """Return the best numbers of layers for stages of these devices, [stage, pipeline].
 
-    The work of a layer is that of a micro-batch, optionally plus its gradient exchange, divided by
-    the micro-batches of a step.
+    The work of a layer is that of a micro-batch, plus `per_byte` of its parameters: their gradient
+    exchange, divided by the micro-batches of a step. Raises PlanError if nothing fits.
     """
-    layers = problem.layers(shape.microbatch_size)
-    count = problem.job.batch_size / shape.microbatch_size / shape.num_pipelines
-    per_byte = _sync_per_byte(problem, devices) / count if with_gradients else 0.0
-    slowness = (1 / np.array(problem.speeds))[devices].max(axis=1)
+    layers = problem.layers(microbatch_size)
+    sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
+    here, after = devices[:-1], devices[1:]
+    bandwidth = problem.links.bandwidth
+    slowest = np.minimum(bandwidth[here, after], bandwidth[after, here]).min(axis=1)
+    room = problem.memory_limits[devices].min(axis=1)
     return partition_layers(
         [layer.forward + layer.backward + per_byte * layer.parameter_bytes for layer in layers],
-        slowness.tolist(),
-        num_microbatches=count,
-        transfers=_transfers(problem, shape, devices),
-        fits=_fits(problem, shape, devices),
+        (1 / np.array(problem.speeds))[devices].max(axis=1).tolist(),
+        num_microbatches=num_microbatches,
+        transfers=sizes[None, :] / slowest[:, None],
+        fits=problem.least_memory(microbatch_size)[None, :, :] <= room[:, None, None],
     )
 
 
@@ -243,38 +271,6 @@ def _sync_per_byte(problem: Problem, devices: Ints) -> float:
     apart = ~np.eye(num_pipelines, dtype=bool)
     slowest = np.where(apart, among, np.inf).min(axis=(1, 2))
     return float((2 * problem.job.gradient_bytes / num_pipelines / slowest).mean())
-
-
-def _prices(problem: Problem, shape: PlanShape, layers: tuple[int, ...]) -> "LayoutPrices":
-    return prices_of(
-        problem,
-        problem.stages(layers, shape.microbatch_size),
-        layers,
-        shape.microbatch_size,
-        shape.num_pipelines,
-        even=not problem.job.unequal,
-    )
-
-
-def _transfers(problem: Problem, shape: PlanShape, devices: Ints) -> Floats:
-    """[stage, n]: the slowest link after a stage, if n layers are before it."""
-    layers = problem.layers(shape.microbatch_size)
-    sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
-    here, after = devices[:-1], devices[1:]
-    bandwidth = problem.links.bandwidth
-    slowest = np.minimum(bandwidth[here, after], bandwidth[after, here]).min(axis=1)
-    times: Floats = sizes[None, :] / slowest[:, None]
-    return times
-
-
-def _fits(problem: Problem, shape: PlanShape, devices: Ints) -> NDArray[np.bool_] | None:
-    """[stage, a, b]: whether every device of a stage holds layers a to b and a micro-batch."""
-    if np.isinf(problem.memory_limits).all():
-        return None
-    size = problem.least_memory(shape.microbatch_size)
-    room = problem.memory_limits[devices].min(axis=1)
-    fits: NDArray[np.bool_] = size[None, :, :] <= room[:, None, None]
-    return fits
 
 
 def _unlike(drafts: list[PlanDraft]) -> list[PlanDraft]:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from polyrhythm.cost.dtfm import PairTimes
 from polyrhythm.cost.memory import needed
-from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import GROUP_SIZE, Sync
 from polyrhythm.plan.construction import construct_layouts, nearest
 from polyrhythm.plan.problem import Problem
@@ -57,7 +56,7 @@ def initial_layouts(
     problem: Problem, num_stages: int, num_pipelines: int
 ) -> Iterator[tuple[Ints, Ints]]:
     """Yield layouts with their idle devices: far, slow or expensive ones."""
-    spread = distances(problem)
+    spread, speeds, limits = distances(problem), np.array(problem.speeds), problem.memory_limits
     for kept in _kept(problem, num_stages * num_pipelines, spread):
         idle = np.setdiff1d(np.arange(problem.num_devices), kept)
         near = PairTimes(
@@ -65,30 +64,19 @@ def initial_layouts(
         )
         made = [kept[layout] for layout in construct_layouts(near)]
         yield from ((layout, idle) for layout in made)
-        speeds = np.array(problem.speeds)[kept]
-        if speeds.max() > speeds.min():
-            # Equally fast devices together, near ones adjacent: as stages and as pipelines.
-            row = made[0].T.ravel()
-            row = row[np.argsort(-np.array(problem.speeds)[row], kind="stable")]
-            yield from _both_ways(row, num_stages, num_pipelines, idle)
-        if problem.memory_limits[kept].max() > problem.memory_limits[kept].min():
-            row = made[0].T.ravel()
-            row = row[np.argsort(-problem.memory_limits[row], kind="stable")]
-            yield from _both_ways(row, num_stages, num_pipelines, idle)
-            yield from _both_ways(row[::-1], num_stages, num_pipelines, idle)
+        # Equally fast or large devices together, near ones adjacent: as stages and as pipelines.
+        row, rows = made[0].T.ravel(), []
+        if speeds[kept].max() > speeds[kept].min():
+            rows.append(row[np.argsort(-speeds[row], kind="stable")])
+        if limits[kept].max() > limits[kept].min():
+            by_memory = row[np.argsort(-limits[row], kind="stable")]
+            rows += [by_memory, by_memory[::-1]]
+        for each in rows:
+            yield np.ascontiguousarray(each.reshape(num_stages, num_pipelines)), idle
+            yield np.ascontiguousarray(each.reshape(num_pipelines, num_stages).T), idle
 
 
-def _both_ways(
-    row: Ints, num_stages: int, num_pipelines: int, idle: Ints
-) -> Iterator[tuple[Ints, Ints]]:
-    """Yield two layouts of a row of devices: filled by stages, and by pipelines."""
-    yield np.ascontiguousarray(row.reshape(num_stages, num_pipelines)), idle
-    yield np.ascontiguousarray(row.reshape(num_pipelines, num_stages).T), idle
-
-
-def evaluate_layout(
-    problem: Problem, prices: "LayoutPrices", devices: Ints, idle: Ints
-) -> DeviceLayout:
+def evaluate_layout(prices: "LayoutPrices", devices: Ints, idle: Ints) -> DeviceLayout:
     """Return a given layout with its estimated value."""
     from polyrhythm.plan.layout_kernel import FIRST, PERIOD, make_state, values
 
@@ -102,13 +90,13 @@ def evaluate_layout(
     )
 
 
-def reorder_stages(problem: Problem, prices: "LayoutPrices", start: DeviceLayout) -> DeviceLayout:
+def reorder_stages(prices: "LayoutPrices", start: DeviceLayout) -> DeviceLayout:
     """Return the layout with its stages in a better order."""
     from polyrhythm.plan.layout_anneal import order_rows
 
     devices, idle = start.devices.astype(np.int64), start.idle.astype(np.int64)
     order_rows(devices, idle, prices)
-    return evaluate_layout(problem, prices, devices, idle)
+    return evaluate_layout(prices, devices, idle)
 
 
 def anneal_layout(
@@ -125,20 +113,15 @@ def anneal_layout(
     jit.seed(seed)
     hot, cold = _HOT * start.value, _COLD * start.value
     anneal_step(devices, idle, prices, near, num_moves, hot, cold)
-    return evaluate_layout(problem, prices, devices, idle)
+    return evaluate_layout(prices, devices, idle)
 
 
 def prices_of(
-    problem: Problem,
-    stages: Sequence[StageWork],
-    layers_per_stage: Sequence[int],
-    microbatch_size: int,
-    num_pipelines: int,
-    *,
-    even: bool,
+    problem: Problem, layers_per_stage: Sequence[int], microbatch_size: int, num_pipelines: int
 ) -> "LayoutPrices":
     from polyrhythm.plan.layout_kernel import LayoutPrices
 
+    stages = problem.stages(layers_per_stage, microbatch_size)
     links, sync = problem.links, Sync(problem.job.sync)
     apart = ~np.eye(problem.num_devices, dtype=bool)
     per_byte = np.divide(1.0, links.bandwidth, out=np.zeros_like(links.bandwidth), where=apart)
@@ -174,7 +157,7 @@ def prices_of(
         float(num_microbatches),
         float(group - 1),
         problem.job.objective == "cost",
-        even,
+        not problem.job.unequal,
         sync not in _SEQUENTIAL,
     )
 

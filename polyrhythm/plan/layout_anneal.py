@@ -129,11 +129,8 @@ def anneal_step(
         kind = np.random.random()
         a, b, h = 0, 0, 0
         if kind < _SUFFIXES and num_stages > 1 and num_columns > 1:
-            h, a, b = (
-                1 + random_below(num_stages - 1),
-                random_below(num_columns),
-                random_below(num_columns),
-            )
+            h = 1 + random_below(num_stages - 1)
+            a, b = random_below(num_columns), random_below(num_columns)
             _swap_suffix(state, prices, h, a, b)
         elif kind < _SUFFIXES + _ROWS and num_stages > 1:
             a, b = random_below(num_stages), random_below(num_stages)

@@ -87,9 +87,8 @@ def row_times(state: LayoutState, prices: LayoutPrices, s: int) -> None:
                 one = trips * prices.pairs[ROUND_TRIP, a, b] + 2 * share * prices.pairs[BUSY, a, b]
                 slowest = max(slowest, one)
                 total_time += one
-                sent += (
-                    share * prices.pairs[EGRESS, a, b]
-                )  # each pair is visited twice: reduce-scatter and all-gather
+                # Each pair is visited twice: reduce-scatter and all-gather.
+                sent += share * prices.pairs[EGRESS, a, b]
         if prices.concurrent:
             total_time = max(slowest, 2 * share * prices.num_peers * prices.devices[SENDS, a])
         worst = max(worst, total_time)

@@ -5,18 +5,15 @@ device with the fastest transfer; layers that no device has come from a checkpoi
 timed here. All devices receive concurrently, each its layers one after another.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from polyrhythm.describe.cluster import Device
-from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.types import Bytes, Seconds
-
-LayersByDevice = Mapping[str, frozenset[int]]  # the layers on each device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +85,12 @@ def minimize_moves(before: Plan, after: Plan, problem: Problem) -> Plan:
             renamed[names[role]] = names[name]
     return replace(
         after,
-        pipelines=tuple(_renamed(pipeline, renamed) for pipeline in after.pipelines),
+        pipelines=tuple(
+            replace(pipeline, devices=tuple(renamed[device] for device in pipeline.devices))
+            for pipeline in after.pipelines
+        ),
         left_out=tuple(sorted(renamed[name] for name in after.left_out)),
     )
-
-
-def _renamed(pipeline: PipelinePlan, names: Mapping[str, str]) -> PipelinePlan:
-    return replace(pipeline, devices=tuple(names[device] for device in pipeline.devices))
 
 
 def _kind(device: Device) -> tuple[object, ...]:

@@ -18,9 +18,8 @@ from typing import NamedTuple
 from polyrhythm.errors import PlanError
 from polyrhythm.types import AUTO, Seconds, Worker
 
-PLAN_VARIABLE = (
-    "POLYRHYTHM_PLAN"  # of the environment: the file that a Trainer's plan="auto" stands for
-)
+# Of the environment: the file that a Trainer's plan="auto" stands for.
+PLAN_VARIABLE = "POLYRHYTHM_PLAN"
 
 
 class DevicePart(NamedTuple):

@@ -63,7 +63,7 @@ def _check_schema(table: dict[str, object]) -> None:
 def _check_predicted(predicted: PredictedStep) -> None:
     check_amount("predicted.step", predicted.step, Seconds)
     check_amount("predicted.bound", predicted.bound, Seconds)
-    check_amount("predicted.price_per_step", predicted.price_per_step or 0.0)
+    check_amount("predicted.price_per_step", predicted.price_per_step)
     for number, part in enumerate(predicted.parts):
         check_amount(f"predicted.parts[{number}].takes", part.takes, Seconds)
 

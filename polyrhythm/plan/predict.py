@@ -7,6 +7,7 @@ memory of the devices.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise, permutations
 
 from polyrhythm.cost.memory import needed, peak_in_flight
@@ -26,6 +27,8 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import PipelinePlan, Plan, TimePart
 from polyrhythm.plan.problem import Problem
+from polyrhythm.schedule.plan_schedules import choose_schedule
+from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import AUTO, Bytes, Seconds
 
 _HOUR: Seconds = 3600.0
@@ -53,6 +56,7 @@ class Prediction:
     time: StepTime
     parts: tuple[TimePart, ...]  # of the time, the largest first
     uses: tuple[DeviceUse, ...]
+    replicas: tuple[Replica, ...]
     price: float | None  # of a step; None if a device has no price
 
     @property
@@ -71,18 +75,15 @@ def predict(plan: Plan, problem: Problem) -> Prediction:
         plan,
         pipelines=tuple(_scheduled(number, plan, one, problem) for number, one in enumerate(times)),
     )
-    schedules = _built(plan, problem)
-    replicas = tuple(
-        Replica(runs=each, schedule=schedule)
-        for each, schedule in zip(runs, schedules, strict=True)
-    )
+    replicas = tuple(_replica(*each) for each in zip(runs, plan.pipelines, strict=True))
     step = replace(step, replicas=replicas)
     time = step_time(step)
     return Prediction(
         plan=plan,
         time=time,
         parts=time_parts(time, step, times, problem),
-        uses=tuple(_uses(plan, times, schedules, problem)),
+        uses=tuple(_uses(plan, times, replicas, problem)),
+        replicas=replicas,
         price=price_of(step, time.total, problem.cluster),
     )
 
@@ -133,13 +134,7 @@ def check(plan: Plan, problem: Problem) -> None:
 def _step(plan: Plan, problem: Problem) -> StepSpec:
     """Return the step without its replicas, whose schedules are not known yet."""
     assert plan.microbatch_size is not None, "checked"
-    return StepSpec(
-        replicas=(),
-        stages=problem.stages(plan.layers_per_stage, plan.microbatch_size),
-        speeds=problem.speeds,
-        links=problem.links,
-        sync=Sync(plan.sync),
-    )
+    return problem.step(plan.layers_per_stage, plan.microbatch_size, plan.sync)
 
 
 def _runs(pipeline: PipelinePlan, problem: Problem) -> tuple[StageRun, ...]:
@@ -169,26 +164,19 @@ def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) 
         max_in_flight.append(fits)
     if pipeline.schedule != AUTO:
         return pipeline
-    spec = problem.schedules.choose(
-        times, num_microbatches=pipeline.num_microbatches, max_in_flight=max_in_flight
-    )
-    return replace(pipeline, schedule=spec)
+    spec = choose_schedule(times, pipeline.num_microbatches, tuple(max_in_flight))
+    return replace(pipeline, schedule=str(spec))
 
 
-def _built(plan: Plan, problem: Problem) -> list[Schedule]:
-    """Return the schedule of each pipeline; equal pipelines share one, to be simulated once."""
-    built: dict[tuple[str, int, int], Schedule] = {}
-    schedules = []
-    for pipeline in plan.pipelines:
-        assert pipeline.num_microbatches is not None, "checked"
-        key = pipeline.schedule, len(pipeline.parts), pipeline.num_microbatches
-        if key not in built:
-            spec, num_stages, num_microbatches = key
-            built[key] = problem.schedules.build(
-                spec, num_stages=num_stages, num_microbatches=num_microbatches
-            )
-        schedules.append(built[key])
-    return schedules
+@lru_cache(maxsize=64)  # equal pipelines share one schedule, to be simulated once
+def _built(spec: str, num_stages: int, num_microbatches: int) -> Schedule:
+    return ScheduleSpec.parse(spec).build(num_stages=num_stages, num_microbatches=num_microbatches)
+
+
+def _replica(runs: tuple[StageRun, ...], pipeline: PipelinePlan) -> Replica:
+    assert pipeline.num_microbatches is not None, "checked"
+    schedule = _built(pipeline.schedule, len(runs), pipeline.num_microbatches)
+    return Replica(runs=runs, schedule=schedule)
 
 
 def _too_large(device: str, layers: range, size: int, problem: Problem) -> PlanError:
@@ -206,14 +194,14 @@ def _too_large(device: str, layers: range, size: int, problem: Problem) -> PlanE
 
 
 def _uses(
-    plan: Plan, times: Sequence[PipelineTimes], schedules: Sequence[Schedule], problem: Problem
+    plan: Plan, times: Sequence[PipelineTimes], replicas: Sequence[Replica], problem: Problem
 ) -> list[DeviceUse]:
     assert plan.microbatch_size is not None, "checked"
     uses = []
     for number, pipeline in enumerate(plan.pipelines):
         for place, part in enumerate(pipeline.parts):
             layers = _layers(plan, part.first, part.end)
-            in_flight = peak_in_flight(schedules[number][place])
+            in_flight = peak_in_flight(replicas[number].schedule[place])
             memory = problem.memory(layers, plan.microbatch_size)
             one = times[number].forward[place] + times[number].backward[place]
             index = problem.index[part.device]

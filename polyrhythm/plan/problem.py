@@ -10,15 +10,14 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from polyrhythm.cost.memory import StageMemory, needed
-from polyrhythm.cost.step import StageWork
+from polyrhythm.cost.memory import StageMemory, max_in_flight
+from polyrhythm.cost.step import StageWork, StepSpec
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import Layer, ModelProfile
 from polyrhythm.describe.speed import fit_speeds
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.options import TrainingJob
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
 from polyrhythm.types import Bytes
 
 _MAX_LEVELS = 64  # bandwidths considered for islands
@@ -29,9 +28,6 @@ class Problem:
     cluster: Cluster
     profile: ModelProfile
     job: TrainingJob
-    schedules: PlannedSchedules = field(
-        default_factory=PlannedSchedules, repr=False, compare=False
-    )  # a cache, also for problems that `replace` makes of this one
     _stages: dict[tuple[tuple[int, ...], int], tuple[StageWork, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -122,6 +118,16 @@ class Problem:
             )
         return self._stages[key]
 
+    def step(self, layers_per_stage: Sequence[int], microbatch_size: int, sync: str) -> StepSpec:
+        """Return a step without its replicas."""
+        return StepSpec(
+            replicas=(),
+            stages=self.stages(layers_per_stage, microbatch_size),
+            speeds=self.speeds,
+            links=self.links,
+            sync=Sync(sync),
+        )
+
     def memory(self, layers: range, microbatch_size: int) -> StageMemory:
         """Return the memory of consecutive layers on one device.
 
@@ -156,13 +162,8 @@ class Problem:
     def max_in_flight(
         self, device: int, layers: range, microbatch_size: int, num_microbatches: int
     ) -> int:
-        """Return how many micro-batches fit; 0 if none does, -1 if the weights do not fit."""
+        """Return how many micro-batches fit; 0 if not even one."""
         limit, memory = self.limit(device), self.memory(layers, microbatch_size)
         if limit is None:
             return num_microbatches
-        room = limit - needed(memory, in_flight=0, window=0)
-        if room < 0:
-            return -1
-        if not memory.activation:
-            return num_microbatches
-        return min(num_microbatches, room // memory.activation)
+        return max_in_flight(memory, limit, num_microbatches, window=0)

@@ -35,10 +35,8 @@ from polyrhythm.types import Seconds
 
 _QUICK_MOVES, _MOVES = 8_000, 150_000
 _NUM_IMPROVED, _NUM_PREDICTED = 6, 6
-_FEW_SIZES, _NUM_DEGREES = (
-    3,
-    8,
-)  # if there are more sizes, only this many degrees are tried with all of them
+# If there are more sizes, only this many degrees are tried with all of them.
+_FEW_SIZES, _NUM_DEGREES = 3, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,9 +147,8 @@ class _ProgressReporter:
     """Report the progress of the search and the estimate of the best draft so far."""
 
     def __init__(self, on_progress: Callable[[SearchProgress], None], problem: Problem) -> None:
-        self._on_progress, self._unit = on_progress, "s"
-        if problem.job.objective == "cost":
-            self._unit = "per step"
+        self._on_progress = on_progress
+        self._unit = "per step" if problem.job.objective == "cost" else "s"
         self.done, self.total, self._best, self._value = 0, 0, "", float("inf")
 
     def report(self, doing: str) -> None:
@@ -174,40 +171,39 @@ def _drafts(problem: Problem, seed: int, reporter: _ProgressReporter) -> Iterato
     every = list(shapes(problem))
     sizes = sorted({shape.microbatch_size for shape in every})
     first = set(sizes) if len(sizes) <= _FEW_SIZES else {sizes[0], sizes[len(sizes) // 2]}
-    search = _DraftSearch(problem, seed, reporter)
     later = [shape for shape in every if shape.microbatch_size not in first]
     reporter.total = len(every) - len(later) + _NUM_IMPROVED + _NUM_PREDICTED
-    found = list(search.of([shape for shape in every if shape.microbatch_size in first]))
+    early = [shape for shape in every if shape.microbatch_size in first]
+    found = list(_drafts_of(problem, early, float("inf"), seed, reporter))
     yield from found
     best = sorted(found, key=lambda draft: draft.value)[:_NUM_DEGREES]
     good = {(draft.shape.num_stages, draft.shape.num_pipelines) for draft in best}
     later = [shape for shape in later if (shape.num_stages, shape.num_pipelines) in good]
     reporter.total += len(later)
-    yield from search.of(later)
+    lowest = min((draft.value for draft in found), default=float("inf"))
+    yield from _drafts_of(problem, later, lowest, seed, reporter)
 
 
-class _DraftSearch:
-    """Make drafts of shapes whose lower bound is below the best draft so far."""
-
-    def __init__(self, problem: Problem, seed: int, reporter: _ProgressReporter) -> None:
-        self._problem, self._seed, self._reporter = problem, seed, reporter
-        self._best = float("inf")
-
-    def of(self, plan_shapes: list[PlanShape]) -> Iterator[PlanDraft]:
-        problem = self._problem
-        bounds = [
-            (least_step(problem, each.microbatch_size, each.num_pipelines, each.num_places), each)
-            for each in plan_shapes
-        ]
-        by_time = problem.job.objective != "cost"
-        for bound, shape in sorted(bounds):
-            self._reporter.report(str(shape))
-            if by_time and bound >= self._best:
-                continue
-            draft = make_draft(problem, shape, num_moves=_QUICK_MOVES, seed=self._seed)
-            self._best = min(self._best, draft.value)
-            self._reporter.found(draft.value, str(shape))
-            yield draft
+def _drafts_of(
+    problem: Problem,
+    plan_shapes: list[PlanShape],
+    best: float,
+    seed: int,
+    reporter: _ProgressReporter,
+) -> Iterator[PlanDraft]:
+    """Yield drafts of shapes whose lower bound is below the best draft so far, at first `best`."""
+    bounds = [
+        (least_step(problem, each.microbatch_size, each.num_pipelines, each.num_places), each)
+        for each in plan_shapes
+    ]
+    for bound, shape in sorted(bounds):
+        reporter.report(str(shape))
+        if problem.job.objective != "cost" and bound >= best:
+            continue
+        draft = make_draft(problem, shape, num_moves=_QUICK_MOVES, seed=seed)
+        best = min(best, draft.value)
+        reporter.found(draft.value, str(shape))
+        yield draft
 
 
 def _improved(

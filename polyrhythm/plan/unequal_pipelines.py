@@ -8,20 +8,19 @@ teams, or out, while the estimate improves.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from polyrhythm.cost.dtfm import PairTimes
-from polyrhythm.cost.step import StageRun, StageWork, StepSpec, pipeline_times
-from polyrhythm.cost.sync import ReplicaGroup, Sync, reduce_scatter_times
+from polyrhythm.cost.step import Replica, StageRun, StepSpec, groups_of, pipeline_times
+from polyrhythm.cost.sync import reduce_scatter_times
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.construction import construct_layouts
-from polyrhythm.plan.draft import assign_microbatches
+from polyrhythm.plan.draft import assemble_plan, assign_microbatches, layers_for
 from polyrhythm.plan.layout import distances
-from polyrhythm.plan.partition import partition_layers
-from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.types import Seconds
 
@@ -29,10 +28,8 @@ Teams = tuple[tuple[int, ...], ...]  # devices of each pipeline, in the order of
 
 _MAX_TEAMS = 8
 _NUM_CLIMBED = 2  # starts that are improved
-_PROMISING, _NEAR = (
-    1.3,
-    1.05,
-)  # multiples of the best estimate: limits for improving and for returning a plan
+# Multiples of the best estimate: limits for improving and for returning a plan.
+_PROMISING, _NEAR = 1.3, 1.05
 _MAX_OUTLINES = 400  # evaluated from one start
 
 
@@ -73,19 +70,14 @@ def _starts(problem: Problem, num_microbatches: int) -> Iterator[Teams]:
     row = next(iter(construct_layouts(times)))[0].tolist()
     most = min(_MAX_TEAMS, problem.num_devices, num_microbatches)
     wanted = problem.job.num_pipelines
-    for number, members in _island_teams(problem, row):
-        if number <= num_microbatches and wanted in (None, number):
-            yield members
+    for island in problem.islands:
+        numbers = range(island.max() + 1)
+        if len(numbers) <= num_microbatches and wanted in (None, len(numbers)):
+            yield tuple(tuple(d for d in row if island[d] == number) for number in numbers)
     for number in range(1, most + 1):
         teams = _stretches(problem, row, number)
         if wanted in (None, number) and len(teams) == number:
             yield teams
-
-
-def _island_teams(problem: Problem, row: list[int]) -> Iterator[tuple[int, Teams]]:
-    for island in problem.islands:
-        teams = [tuple(d for d in row if island[d] == number) for number in range(island.max() + 1)]
-        yield len(teams), tuple(teams)
 
 
 def _stretches(problem: Problem, row: list[int], number: int) -> Teams:
@@ -111,22 +103,11 @@ class _Outliner:
             return None
         team_runs = tuple(run for run in runs if run is not None)
         problem, size = self.problem, self._size
-        stages, cut = _split_at_boundaries(problem, team_runs, size)
-        step = StepSpec(
-            replicas=(),
-            stages=stages,
-            speeds=problem.speeds,
-            links=problem.links,
-            sync=Sync(problem.job.sync),
-        )
-        times = [pipeline_times(team, step) for team in cut]
+        step = _split_at_boundaries(problem, team_runs, size)
+        times = [pipeline_times(replica.runs, step) for replica in step.replicas]
         first, period = [each.first for each in times], [each.pace for each in times]
         numbers = assign_microbatches(self.count, first, period, even=False)
-        groups = [
-            ReplicaGroup(members=members, size=stage.gradient_bytes)
-            for members, stage in zip(_members(cut), stages, strict=True)
-        ]
-        sync = 2 * max(reduce_scatter_times(groups, problem.links, step.sync))
+        sync = 2 * max(reduce_scatter_times(groups_of(step), problem.links, step.sync))
         columns = max(f + (n - 1) * p for f, n, p in zip(first, numbers, period, strict=True))
         return _Outline(
             teams=teams,
@@ -147,44 +128,28 @@ class _Outliner:
         return self._partitioned[team]
 
 
-def _members(cut: Sequence[Sequence[StageRun]]) -> Iterator[tuple[int, ...]]:
-    """Return the devices of each stage."""
-    holders = [[run.device for run in team for _ in range(run.first, run.end)] for team in cut]
-    return zip(*holders, strict=True)
-
-
 def _partitioned(problem: Problem, team: Sequence[int], size: int) -> tuple[StageRun, ...]:
     """Return the layers of each device of a team; the slowest of more devices than layers idle."""
     fastest = sorted(team, key=lambda device: (-problem.speeds[device], device))
     kept = set(fastest[: problem.num_layers])
     devices = [device for device in team if device in kept]
-    layers = problem.layers(size)
-    sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
-    bandwidth = problem.links.bandwidth
-    links = [min(bandwidth[a, b], bandwidth[b, a]) for a, b in pairwise(devices)]
-    counts = partition_layers(
-        [layer.forward + layer.backward for layer in layers],
-        [1 / problem.speeds[device] for device in devices],
-        transfers=np.array([sizes / link for link in links]),
-        fits=problem.least_memory(size)[None, :, :]
-        <= problem.memory_limits[devices][:, None, None],
-    )
+    counts = layers_for(problem, size, np.array(devices)[:, None])
     ends = pairwise(accumulate(counts, initial=0))
     return tuple(StageRun(d, a, b) for d, (a, b) in zip(devices, ends, strict=True))
 
 
 def _split_at_boundaries(
     problem: Problem, runs: Sequence[Sequence[StageRun]], size: int
-) -> tuple[tuple[StageWork, ...], list[list[StageRun]]]:
-    """Return the stages defined by all boundaries, and the runs in stages instead of layers."""
+) -> StepSpec:
+    """Return a step of the stages defined by all boundaries, with runs of stages, not of layers."""
     ends = sorted({run.end for team in runs for run in team})
     stage_at = {0: 0} | {end: number + 1 for number, end in enumerate(ends)}
-    counts = [b - a for a, b in pairwise([0, *ends])]
+    step = problem.step([b - a for a, b in pairwise([0, *ends])], size, problem.job.sync)
     cut = [
-        [StageRun(run.device, stage_at[run.first], stage_at[run.end]) for run in team]
+        tuple(StageRun(run.device, stage_at[run.first], stage_at[run.end]) for run in team)
         for team in runs
     ]
-    return problem.stages(counts, size), cut
+    return replace(step, replicas=tuple(Replica(runs=team, schedule=()) for team in cut))
 
 
 def _climbed(outline: _Outline, outliner: _Outliner) -> _Outline:
@@ -227,26 +192,17 @@ def _changed(teams: Teams, problem: Problem) -> Iterator[Teams]:
 
 
 def _plan(problem: Problem, outline: _Outline) -> Plan:
-    names = [device.name for device in problem.cluster.devices]
     ends = sorted({run.end for team in outline.runs for run in team})
     used = {run.device for team in outline.runs for run in team}
 
-    def holder(team: Sequence[StageRun], end: int) -> str:
-        return names[next(run.device for run in team if run.first < end <= run.end)]
+    def holder(team: Sequence[StageRun], end: int) -> int:
+        return next(run.device for run in team if run.first < end <= run.end)
 
-    return Plan(
-        layers_per_stage=tuple(b - a for a, b in pairwise([0, *ends])),
-        pipelines=tuple(
-            PipelinePlan(
-                devices=tuple(holder(team, end) for end in ends),
-                num_microbatches=number,
-                schedule=problem.job.schedule,
-            )
-            for team, number in zip(outline.runs, outline.num_microbatches, strict=True)
-        ),
-        microbatch_size=outline.microbatch_size,
-        sync=problem.job.sync,
-        cluster=problem.cluster.name,
-        model=problem.profile.name,
-        left_out=tuple(name for index, name in enumerate(names) if index not in used),
+    devices = [[holder(team, end) for end in ends] for team in outline.runs]
+    return assemble_plan(
+        problem,
+        outline.microbatch_size,
+        tuple(b - a for a, b in pairwise([0, *ends])),
+        zip(devices, outline.num_microbatches, strict=True),
+        left_out=[device for device in range(problem.num_devices) if device not in used],
     )

@@ -73,7 +73,7 @@ def shortlist(
     times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int], tolerance: float
 ) -> dict[ScheduleSpec, Seconds]:
     """Return good specs with their predicted lengths, within `max_in_flight` on each stage."""
-    search = _Search(times, num_microbatches, max_in_flight)
+    search = LimitSearch(times, num_microbatches, max_in_flight)
     found = dict(_kfkb(times, num_microbatches, max_in_flight))
     starts = [search.within(one_f_one_b_limits(times.num_stages))]
     if times.period > 0:
@@ -105,7 +105,7 @@ def _kfkb(
         shortest = min(shortest, time)
 
 
-class _Search:
+class LimitSearch:
     """Limits that fit, with their simulated lengths; each is simulated once."""
 
     def __init__(
@@ -113,13 +113,11 @@ class _Search:
     ) -> None:
         self._times, self._num_microbatches = times, num_microbatches
         # Limits never increase along the stages, so a stage's capacity bounds all later stages.
-        self._max_in_flight = tuple(
-            accumulate((min(m, num_microbatches) for m in max_in_flight), min)
-        )
+        self.room = tuple(accumulate((min(m, num_microbatches) for m in max_in_flight), min))
         self._lengths: dict[Limits, Seconds] = {}
 
     def within(self, limits: Limits) -> Limits:
-        return tuple(map(min, limits, self._max_in_flight))
+        return tuple(map(min, limits, self.room))
 
     def length(self, limits: Limits) -> Seconds:
         if limits not in self._lengths:

@@ -1,4 +1,4 @@
-"""Schedules for the planner: build a spec, or choose a good one before a pipeline runs.
+"""Choose a good schedule for the planner, before a pipeline runs.
 
 The planner needs schedules for many pipelines, so this tries few specs, within memory: 1F1B, the
 rule of `schedule.limits`, and limits by Little's law, which hold as many micro-batches as leave
@@ -10,12 +10,12 @@ cached by times.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from itertools import accumulate
 
-from polyrhythm.cost.pipeline import PipelineTimes, length
-from polyrhythm.schedule.builders import Schedule
-from polyrhythm.schedule.candidates import Limits, spec_for_limits
+from polyrhythm.cost.pipeline import PipelineTimes
+from polyrhythm.schedule.candidates import Limits, LimitSearch, spec_for_limits
 from polyrhythm.schedule.limits import limits_for, one_f_one_b_limits
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import Seconds
@@ -26,42 +26,17 @@ _MORE = (0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 3.0)  # multiples of Little's law
 _ROUNDING = 1e-9  # a quotient that is an integer except for rounding must not be rounded up
 
 
-class PlannedSchedules:
-    def __init__(self) -> None:
-        self._chosen: dict[tuple[PipelineTimes, int, tuple[int, ...]], str] = {}
-
-    def build(self, spec: str, *, num_stages: int, num_microbatches: int) -> Schedule:
-        return ScheduleSpec.parse(spec).build(
-            num_stages=num_stages, num_microbatches=num_microbatches
-        )
-
-    def choose(
-        self, times: PipelineTimes, *, num_microbatches: int, max_in_flight: Sequence[int]
-    ) -> str:
-        """Return a good spec; `max_in_flight` micro-batches fit on each stage."""
-        key = times, num_microbatches, tuple(max_in_flight)
-        if key not in self._chosen:
-            self._chosen[key] = str(_best(times, num_microbatches, max_in_flight))
-        return self._chosen[key]
-
-
-def _best(
-    times: PipelineTimes, num_microbatches: int, max_in_flight: Sequence[int]
+@lru_cache(maxsize=4096)  # the planner asks again and again for pipelines of equal times
+def choose_schedule(
+    times: PipelineTimes, num_microbatches: int, max_in_flight: tuple[int, ...]
 ) -> ScheduleSpec:
+    """Return a good spec; `max_in_flight` micro-batches fit on each stage."""
     few = min(num_microbatches, _ENOUGH_MICROBATCHES)
-    # Limits never increase along the stages, so a stage's capacity bounds all later stages.
-    room = tuple(accumulate((min(m, few) for m in max_in_flight), min))
-    lengths = {}
-    for limits in dict.fromkeys(
-        tuple(map(min, limits, room)) for limits in _limits(times, few, room)
-    ):
-        schedule = ScheduleSpec("bounded", limits=limits).build(
-            num_stages=times.num_stages, num_microbatches=few
-        )
-        lengths[limits] = length(schedule, times)
-    enough = min(lengths.values()) * (1 + _TOLERANCE)
-    good = [limits for limits, takes in lengths.items() if takes <= enough]
-    return spec_for_limits(min(good, key=lambda limits: (sum(limits), limits)), num_microbatches)
+    search = LimitSearch(times, few, max_in_flight)
+    limits = dict.fromkeys(map(search.within, _limits(times, few, search.room)))
+    enough = min(map(search.length, limits)) * (1 + _TOLERANCE)
+    good = [each for each in limits if search.length(each) <= enough]
+    return spec_for_limits(min(good, key=lambda each: (sum(each), each)), num_microbatches)
 
 
 def _limits(times: PipelineTimes, num_microbatches: int, room: Limits) -> Iterator[Limits]:

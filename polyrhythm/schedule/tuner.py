@@ -16,6 +16,7 @@ fill and drain the pipeline worse, so here every size is predicted (`largest_onl
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from polyrhythm.cost.memory import MemoryBudget
 from polyrhythm.cost.pipeline import PipelineTimes, length
@@ -114,9 +115,8 @@ class ScheduleTuner:
     stale_after: int = 20  # decisions after which a size may be measured again
     largest_only: bool = False
     current: ScheduleCandidate = field(init=False)
-    _lighter: ScheduleCandidate | None = field(
-        default=None, init=False
-    )  # preferred by the last decision
+    # Preferred by the last decision.
+    _lighter: ScheduleCandidate | None = field(default=None, init=False)
     _freshness: Freshness = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,11 +128,8 @@ class ScheduleTuner:
 
     def trial(self, microbatch_size: int) -> ScheduleCandidate:
         """Return the candidate that measures a size: 1F1B, or its limits as far as they fit."""
-        max_in_flight = self._max_in_flight(microbatch_size)
-        plain = one_f_one_b_limits(self.num_stages)
-        limits = tuple(
-            min(plain[stage], *max_in_flight[: stage + 1]) for stage in range(self.num_stages)
-        )
+        room = accumulate(self._max_in_flight(microbatch_size), min)
+        limits = tuple(map(min, one_f_one_b_limits(self.num_stages), room))
         return self._candidate(
             spec_for_limits(limits, self.batch_size // microbatch_size), microbatch_size
         )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from polyrhythm.cost.step import Replica, StageRun, StageWork
+from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import BUCKET, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
@@ -16,7 +16,6 @@ from polyrhythm.plan.problem import Problem
 from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.setup import Setup
-from polyrhythm.types import AUTO
 
 # The sync modes of plans whose averages have another name in the cost model.
 _SIMULATED_AS: dict[str, str] = {
@@ -60,23 +59,11 @@ def planned_job(
     if schedule is not None:
         pipelines = tuple(replace(pipeline, schedule=schedule) for pipeline in plan.pipelines)
         plan = replace(plan, pipelines=pipelines)
-    plan = predict(plan, problem).plan  # chooses open settings, and refuses invalid ones
+    predicted = predict(plan, problem)  # chooses open settings, and refuses invalid ones
+    plan = predicted.plan
     assert plan.microbatch_size is not None, "predict refuses a plan without micro-batch size"
     name = plan.sync if sync is None else sync
     mode = SyncMode.named(_SIMULATED_AS.get(name, name))
-    replicas = []
-    for pipeline in plan.pipelines:
-        assert pipeline.num_microbatches is not None, "predict sets the number of micro-batches"
-        assert pipeline.schedule != AUTO, "predict sets the schedule"
-        built = problem.schedules.build(
-            pipeline.schedule,
-            num_stages=len(pipeline.parts),
-            num_microbatches=pipeline.num_microbatches,
-        )
-        runs = tuple(
-            StageRun(problem.index[part.device], part.first, part.end) for part in pipeline.parts
-        )
-        replicas.append(Replica(runs=runs, schedule=built))
     stages = problem.stages(plan.layers_per_stage, plan.microbatch_size)
     setup = Setup(
         policy="all_reduce" if mode.decoupled else mode.name,
@@ -88,7 +75,7 @@ def planned_job(
     return SimulatedJob(
         cluster=problem.cluster,
         stages=stages,
-        pipelines=tuple(replicas),
+        pipelines=predicted.replicas,
         sync=setup,
         decoupled=mode.decoupled,
         num_buckets=_num_buckets(plan, stages),

@@ -105,7 +105,7 @@ def densenet201(image: int) -> list[LearnableLayer]:
     first, last = blocks[0], blocks[-1]
     assert isinstance(first, DenseLayer), "a dense layer follows the stem"
     assert isinstance(last, DenseLayer), "no transition follows the last block"
-    layers = _stem(densenet_work.stem_of(image), pooled=first.narrow.num_inputs)
+    layers = _stem(densenet_work.first_convolution(image), pooled=first.narrow.num_inputs)
     for block in blocks:
         if isinstance(block, DenseLayer):
             num_inputs = block.narrow.num_inputs

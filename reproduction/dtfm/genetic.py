@@ -70,7 +70,7 @@ def search(
     seeds give equal results.
     """
     # Compiled: imported when used.
-    from polyrhythm.plan.dtfm.group_layout import layout_of_groups, partition_cost
+    from polyrhythm.plan.dtfm.path import layout_of_groups, partition_cost
 
     settings = settings or GeneticSettings()
     weights = times.hop if weights is None else weights

@@ -137,7 +137,7 @@ def step_ends(step: StepSpec) -> list[float]:
     """Return the end of each of many steps, by a plain loop."""
     times = [pipeline_times(one.runs, step) for one in step.replicas]
     scatter_times = reduce_scatter_times(
-        groups_of(step), step.links, step.sync, coordinator=step.coordinator
+        groups_of(step), step.links, step.sync, coordinator=step.replicas[0].runs[0].device
     )
     takes = [2 * half for half in scatter_times]
     ready, ends_at = [0.0] * len(step.stages), []

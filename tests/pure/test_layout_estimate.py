@@ -73,14 +73,7 @@ class Case:
 
     @property
     def prices(self) -> LayoutPrices:
-        return prices_of(
-            self.problem,
-            self.problem.stages(self.layers, 1),
-            self.layers,
-            1,
-            self.shape[1],
-            even=not self.problem.job.unequal,
-        )
+        return prices_of(self.problem, self.layers, 1, self.shape[1])
 
     def state(self) -> LayoutState:
         return make_state(self.devices, self.idle, self.prices)
@@ -211,7 +204,7 @@ def test_reordering_stages_keeps_the_stages(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_annealing_gives_the_same_layout_for_the_same_seed(seed: int) -> None:
     case = Case(seed + 20)
-    start = evaluate_layout(case.problem, case.prices, case.devices, case.idle)
+    start = evaluate_layout(case.prices, case.devices, case.idle)
     first, again = (
         anneal_layout(case.problem, case.prices, start, num_moves=2000, seed=seed) for _ in range(2)
     )

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.cost.pipeline import LinkTimes, PipelineTimes, length
+from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.candidates import shortlist
-from polyrhythm.schedule.plan_schedules import PlannedSchedules
+from polyrhythm.schedule.plan_schedules import choose_schedule
+from polyrhythm.schedule.spec import ScheduleSpec
 from tests.grids import num_examples
 from tests.pure.schedule_cases import even_times, measured
 from tests.pure.step_cases import seeds
@@ -34,11 +36,13 @@ def unequal(rng: np.random.Generator) -> tuple[PipelineTimes, int]:
     return times, num_microbatches
 
 
-def takes(spec: str, times: PipelineTimes, num_microbatches: int) -> float:
-    schedule = PlannedSchedules().build(
-        spec, num_stages=times.num_stages, num_microbatches=num_microbatches
-    )
-    return length(schedule, times)
+def built(spec: ScheduleSpec | str, num_stages: int, num_microbatches: int) -> Schedule:
+    parsed = ScheduleSpec.parse(str(spec))
+    return parsed.build(num_stages=num_stages, num_microbatches=num_microbatches)
+
+
+def takes(spec: ScheduleSpec | str, times: PipelineTimes, num_microbatches: int) -> float:
+    return length(built(spec, times.num_stages, num_microbatches), times)
 
 
 @pytest.mark.parametrize("tight", [False, True])
@@ -54,7 +58,7 @@ def test_planned_schedule_is_nearly_as_short_as_the_best_of_the_shortlist(
             rng.integers(1, count + 1, times.num_stages) if tight else [count] * len(times.forward)
         )
         max_in_flight = [int(room) for room in max_in_flight]
-        spec = PlannedSchedules().choose(times, num_microbatches=count, max_in_flight=max_in_flight)
+        spec = choose_schedule(times, count, tuple(max_in_flight))
         closer = shortlist(
             times, num_microbatches=count, max_in_flight=max_in_flight, tolerance=0.01
         )
@@ -71,9 +75,8 @@ def test_no_stage_holds_more_than_fits(
 ) -> None:
     size = times.num_stages
     max_in_flight = data.draw(st.lists(st.integers(1, 24), min_size=size, max_size=size))
-    schedules = PlannedSchedules()
-    spec = schedules.choose(times, num_microbatches=num_microbatches, max_in_flight=max_in_flight)
-    schedule = schedules.build(spec, num_stages=size, num_microbatches=num_microbatches)
+    spec = choose_schedule(times, num_microbatches, tuple(max_in_flight))
+    schedule = built(spec, size, num_microbatches)
     held = list(map(peak_in_flight, schedule))
     assert all(peak <= room for peak, room in zip(held, max_in_flight, strict=True))
     assert all(len(actions) == 2 * num_microbatches for actions in schedule)
@@ -82,11 +85,10 @@ def test_no_stage_holds_more_than_fits(
 @given(seeds)
 def test_equal_pipelines_get_equal_schedules(seed: int) -> None:
     times, count = unequal(np.random.default_rng(seed))
-    room = [count] * times.num_stages
-    schedules = PlannedSchedules()
-    first = schedules.choose(times, num_microbatches=count, max_in_flight=room)
-    assert schedules.choose(times, num_microbatches=count, max_in_flight=room) == first
-    assert PlannedSchedules().choose(times, num_microbatches=count, max_in_flight=room) == first
+    room = (count,) * times.num_stages
+    first = choose_schedule(times, count, room)
+    choose_schedule.cache_clear()
+    assert choose_schedule(times, count, room) == first
 
 
 @pytest.mark.parametrize("transfer", [0.0, 0.5])
@@ -96,20 +98,18 @@ def test_equal_pipelines_get_equal_schedules(seed: int) -> None:
 def test_stage_that_takes_no_time_is_planned(work: tuple[float, ...], transfer: float) -> None:
     links = (LinkTimes(busy=(transfer,)),) * (len(work) - 1)
     times = PipelineTimes(forward=work, backward=work, activations=links, gradients=links)
-    spec = PlannedSchedules().choose(times, num_microbatches=4, max_in_flight=(4,) * len(work))
+    spec = choose_schedule(times, 4, (4,) * len(work))
     assert takes(spec, times, 4) <= takes("gpipe", times, 4) * 1.01
 
 
 def test_equal_stages_without_transfers_run_1f1b() -> None:
-    spec = PlannedSchedules().choose(
-        even_times(4, 0.0), num_microbatches=16, max_in_flight=(16,) * 4
-    )
-    assert spec == "1f1b"
+    spec = choose_schedule(even_times(4, 0.0), 16, (16,) * 4)
+    assert str(spec) == "1f1b"
 
 
 def test_one_stage_runs_one_microbatch_after_another() -> None:
-    spec = PlannedSchedules().choose(even_times(1, 0.0), num_microbatches=5, max_in_flight=(5,))
-    assert spec == "1f1b"
+    spec = choose_schedule(even_times(1, 0.0), 5, (5,))
+    assert str(spec) == "1f1b"
 
 
 def test_slow_links_get_more_in_flight() -> None:
@@ -118,13 +118,8 @@ def test_slow_links_get_more_in_flight() -> None:
     times = PipelineTimes(
         forward=(1.0,) * 2, backward=(2.0,) * 2, activations=(far,), gradients=(far,)
     )
-    spec = PlannedSchedules().choose(times, num_microbatches=1000, max_in_flight=(1000, 1000))
+    spec = choose_schedule(times, 1000, (1000, 1000))
     assert takes(spec, times, 1000) < 1.05 * (3000 + 43.2)
     assert takes("1f1b", times, 1000) > 5 * 3000
-    schedule = PlannedSchedules().build(spec, num_stages=2, num_microbatches=1000)
+    schedule = built(spec, 2, 1000)
     assert peak_in_flight(schedule[0]) < 40
-
-
-def test_unknown_spec_is_refused() -> None:
-    with pytest.raises(ValueError, match="schedule 'zigzag'"):
-        PlannedSchedules().build("zigzag", num_stages=2, num_microbatches=2)

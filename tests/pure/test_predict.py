@@ -14,6 +14,7 @@ from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
+from polyrhythm.schedule.spec import ScheduleSpec
 from tests.grids import num_examples
 from tests.pure.plan_examples import GIB, cluster, profile
 from tests.pure.plan_examples import problem as example
@@ -60,7 +61,9 @@ def test_no_device_ever_holds_more_than_its_limit(
         assert one * roomy * 0.9 < of.least_memory(1)[0, 6], "all would fit"
         return
     chosen = found.plan.pipelines[0].schedule
-    schedule = of.schedules.build(chosen, num_stages=num_stages, num_microbatches=num_microbatches)
+    schedule = ScheduleSpec.parse(chosen).build(
+        num_stages=num_stages, num_microbatches=num_microbatches
+    )
     for use, actions in zip(found.uses, schedule, strict=True):
         assert use.limit is not None
         assert use.in_flight == peak_in_flight(actions)

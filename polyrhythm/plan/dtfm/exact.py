@@ -113,7 +113,7 @@ def search_exactly(
 ) -> ExactResult:
     """Search for the best layout that costs less than `below`; stop if there are too many types."""
     from polyrhythm.plan.dtfm.exact_tree import Choices, explore  # compiled: imported when needed
-    from polyrhythm.plan.dtfm.group_layout import layout_of_groups
+    from polyrhythm.plan.dtfm.path import layout_of_groups
 
     classes = device_classes(times)
     if num_stage_types(classes.counts, times.num_pipelines) > MAX_TYPES:
@@ -124,11 +124,10 @@ def search_exactly(
     sequence, complete = explore(
         choices, num_stages=times.num_stages, below=below, max_nodes=max_nodes
     )
-    if sequence[0] < 0:
-        return ExactResult(better=None, complete=complete)
-    return ExactResult(
-        better=layout_of_groups(assign_devices(types[sequence], classes), times), complete=complete
-    )
+    better = None
+    if sequence[0] >= 0:
+        better = layout_of_groups(assign_devices(types[sequence], classes), times)
+    return ExactResult(better=better, complete=complete)
 
 
 def _type_hops(types: NDArray[np.int64], classes: DeviceClasses, size: int) -> Matrix:

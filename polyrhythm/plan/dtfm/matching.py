@@ -5,9 +5,9 @@ Rows are matched one after another, along the alternating path whose slowest pai
 one, by Berge's theorem. That is cubic in the size of a group, so a search calls it on finished
 groups and not per move.
 
-Source: equation 3 of arXiv:2206.01288; `cost/dtfm.py` has the same by thresholds, for comparison.
-Departures: the published code deletes the slowest pairs one by one and solves an assignment problem
-after each.
+Source: equation 3 of arXiv:2206.01288. Departures: the published code deletes the slowest pairs one
+by one and solves an assignment problem after each; it returns the matching after the last feasible
+one, which may be worse than the cost that it reports.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Order the stages: the cheapest path through all of them, with free ends.
+"""Order the stages: the cheapest path through all of them, with free ends; and their pipelines.
 
 Exact by Held-Karp up to `MAX_EXACT` stages, which takes milliseconds. Beyond, the best of
 nearest-neighbour paths from every start, each improved by reversing segments and by moving segments
@@ -10,7 +10,10 @@ code has no answer for more stages than Held-Karp can do.
 
 import numpy as np
 
+from polyrhythm.cost.dtfm import LayoutCost, PairTimes, layout_cost
 from polyrhythm.jit import Floats, Ints, compiled, inlined
+from polyrhythm.plan.dtfm.matching import all_hops, match_groups
+from polyrhythm.types import Seconds
 
 MAX_EXACT = 12
 _ROUNDING = 1e-9  # seconds: a gain below could be found again and again
@@ -36,6 +39,19 @@ def cheapest_order(hops: Floats) -> Ints:
 
 def path_length(hops: Floats, order: Ints) -> float:
     return float(hops[order[:-1], order[1:]].sum())
+
+
+def layout_of_groups(groups: Ints, times: PairTimes) -> LayoutCost:
+    """Return the layout of these groups; the best one if they are ordered exactly."""
+    order = cheapest_order(all_hops(groups, times.hop))
+    return layout_cost(match_groups(groups, order, times.hop).tolist(), times)
+
+
+def partition_cost(groups: Ints, times: PairTimes) -> Seconds:
+    """Return only the cost of `layout_of_groups`."""
+    sync = times.sync[groups[:, :, None], groups[:, None, :]].sum(axis=2).max()
+    hops = all_hops(groups, times.hop)
+    return float(sync) + path_length(hops, cheapest_order(hops))
 
 
 def _nearest_first(hops: Floats, start: int) -> list[int]:

@@ -69,7 +69,7 @@ def place(
     on_better: Callable[[Placement], None] = lambda _: None,
 ) -> Placement:
     """Search for the cheapest layout, calling `on_better` with each improvement."""
-    from polyrhythm.plan.dtfm.group_layout import layout_of_groups  # compiled: imported when needed
+    from polyrhythm.plan.dtfm.path import layout_of_groups  # compiled: imported when needed
 
     effort = effort or SearchEffort()
     made = sorted(
@@ -131,7 +131,7 @@ def _annealed(
 ) -> LayoutCost:
     from polyrhythm.jit import seed
     from polyrhythm.plan.dtfm.anneal import AnnealingSchedule, anneal
-    from polyrhythm.plan.dtfm.group_layout import layout_of_groups
+    from polyrhythm.plan.dtfm.path import layout_of_groups
 
     if start is None:
         shape = times.num_stages, times.num_pipelines
