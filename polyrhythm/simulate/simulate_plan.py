@@ -8,12 +8,14 @@ from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.plan.inputs import planned_inputs
 from polyrhythm.plan.plan import Plan
+from polyrhythm.renamed import renamed_arguments
 from polyrhythm.simulate.from_plan import planned_job, problem_of
 from polyrhythm.simulate.job import EMPTY_SCENARIO
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
 
 
+@renamed_arguments(run="run_dir=")
 def simulate_plan(
     plan: Plan | str | Path,
     scenario: Scenario | str | Path | None = None,
@@ -27,14 +29,14 @@ def simulate_plan(
     num_steps: int = 20,
     gradient_bytes: float | None = None,
     seed: int = 0,
-    run: Path | str | None = None,
+    run_dir: Path | str | None = None,
 ) -> SimulationResult:
     """Predict the performance of a plan by simulating `num_steps` global steps in a scenario.
 
     `cluster` and `profile` default to the files or names that the plan was made from. `sync` is a
     policy with its `options`, or "decoupled"; it and `schedule` default to the plan's.
-    `gradient_bytes` are per byte of parameters, by default the plan's; `run` is a folder for the
-    log, as training writes it. Raises UserError.
+    `gradient_bytes` are per byte of parameters, by default the plan's; `run_dir` is a folder for
+    the log, as training writes it. Raises UserError.
     """
     file = None if isinstance(plan, Plan) else Path(plan)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -52,4 +54,4 @@ def simulate_plan(
         scenario=scenario or EMPTY_SCENARIO,
         seed=seed,
     )
-    return simulate(job, num_steps=num_steps, run=None if run is None else Path(run))
+    return simulate(job, num_steps=num_steps, run=None if run_dir is None else Path(run_dir))
