@@ -17,7 +17,7 @@ from polyrhythm.sync.autoswitch import SwitchDecision
 from tests.gloo.trainer_jobs import BATCH, plan_of, run_job, trainer
 
 SYNC_MODES = ("adaptive", "balanced", "age", "decoupled", "balanced")
-WINDOW, NUM_STEPS = 3, 20
+WINDOW, NUM_STEPS = 3, 60  # enough for all modes twice, the last of which has equal replicas
 
 
 class ScriptedTuner:
