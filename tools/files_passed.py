@@ -10,6 +10,7 @@ in every thread of every process: it is set before the first fork, and processes
 import argparse
 import mmap
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -102,6 +103,8 @@ class Recorder:
 
 def _module_of(builtin: Any) -> str | None:
     owner = getattr(builtin, "__self__", None)
+    if isinstance(owner, pickle.Unpickler):  # or a subclass, such as torch.load's
+        return pickle.__name__
     return type(owner).__module__ if hasattr(type(owner), "load") else builtin.__module__
 
 

@@ -122,13 +122,11 @@ def test_different_settings_are_named() -> None:
         seed = 2 if store.rank == 11 else 1
         store.check_consistent("settings", {"lr": 0.1, "seed": seed}, members)
 
-    first, second, third = run_members(3, work)
-    assert first is None
-    assert third is None
-    assert isinstance(second, LaunchError)
-    assert second.wrong == (
+    errors = run_members(3, work)
+    assert all(isinstance(error, LaunchError) for error in errors), "nobody waits for the others"
+    assert {error.wrong for error in errors} == {
         "the process of rank 11 has seed=2, and the process of rank 10 has seed=1"
-    )
+    }
 
 
 @pytest.mark.parametrize(
@@ -177,6 +175,74 @@ def test_value_that_cannot_be_encoded_fails_all_members_at_once() -> None:
     assert time.monotonic() - start < TIMEOUT / 2, "nobody waits for the timeout"
     assert all(isinstance(error, LaunchError) for error in errors)
     assert all("settings: a value that cannot be sent: a set" in error.wrong for error in errors)
+
+
+def test_text_that_is_not_utf8_is_refused_and_reported() -> None:
+    def work(store: JobStore, members: Members) -> None:
+        store.broadcast_object("the folder", "run-\udcff", members)
+
+    errors = run_members(2, work)
+    assert all("the folder: a value that cannot be sent" in error.wrong for error in errors)
+
+    def fail(store: JobStore, members: Members) -> None:
+        def read() -> None:
+            raise OSError("run-\udcff: no such file")
+
+        store.run_on_leader("the folder", read, members)
+
+    leader, other = run_members(2, lambda store, members: _or_os_error(fail, store, members))
+    assert isinstance(leader, str)
+    assert other.wrong == r"the folder: OSError: run-\udcff: no such file"
+
+
+def _or_os_error(
+    work: Callable[[JobStore, Members], Any], store: JobStore, members: Members
+) -> Any:
+    try:
+        return work(store, members)
+    except OSError as error:
+        return str(error)
+
+
+def test_lost_peer_of_the_leader_is_a_lost_peer_of_all() -> None:
+    def work(store: JobStore, members: Members) -> None:
+        def lose() -> None:
+            raise PeerError("s0p7", action="probing", waited=3.0, cause="no answer")
+
+        store.run_on_leader("the plan", lose, members)
+
+    errors = run_members(3, work)
+    assert all(isinstance(error, PeerError) for error in errors)
+    assert {error.peer for error in errors} == {"s0p7"}
+
+
+def test_large_value_is_compressed_and_one_too_large_is_refused() -> None:
+    def work(store: JobStore, members: Members) -> int:
+        found = store.broadcast_object("names", ["model.layers.weight"] * 600_000, members)
+        return len(found)
+
+    assert run_members(2, work) == [600_000] * 2
+
+    def refused(store: JobStore, members: Members) -> None:
+        store.broadcast_object("noise", os.urandom(9_000_000), members)
+
+    errors = run_members(2, refused)
+    assert all("noise: a value of 9" in error.wrong for error in errors)
+
+
+def test_all_missing_members_are_named_after_one_timeout() -> None:
+    def work(store: JobStore, members: Members) -> Any:
+        if store.rank != members.leader:
+            return None
+        start = time.monotonic()
+        try:
+            return store.all_gather_object("hosts", 1, members)
+        except PeerError as error:
+            return error.peer, time.monotonic() - start
+
+    (peers, waited), *_ = run_members(4, work, timeout=SHORT_TIMEOUT)
+    assert peers == ", ".join(f"the process of rank {rank}" for rank in (11, 12, 13))
+    assert waited < 2 * SHORT_TIMEOUT, "not a timeout for each"
 
 
 def test_published_value_is_received_by_whom_it_concerns() -> None:
@@ -292,4 +358,4 @@ def test_leader_that_dies_while_it_decides_is_named(tmp_path: Path) -> None:
         return lost.value.peer, lost.value.cause
 
     found = run_with_failures(3, work, tmp_path, lost={2})
-    assert found == dict.fromkeys((0, 1), ("the process of rank 2", "no answer"))
+    assert found == dict.fromkeys((0, 1), ("the process of rank 2", "no heartbeat"))

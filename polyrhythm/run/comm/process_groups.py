@@ -27,7 +27,7 @@ from polyrhythm.types import Seconds
 
 # For every wait for another process, in the whole API: longer than usual pauses, such as an
 # evaluation on one rank or compiling a stage.
-DEFAULT_TIMEOUT: Seconds = 300.0
+DEFAULT_TIMEOUT: Seconds = 600.0
 _UNUSED_TAG = 2**30
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 

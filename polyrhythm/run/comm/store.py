@@ -8,10 +8,12 @@ Values are encoded with msgspec and never unpickled: plain data as it is (tuples
 records as the type that the caller names.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, Self, cast
@@ -34,8 +36,13 @@ WARN_AFTER: Seconds = 10.0  # a waiting process warns; the next time after ten t
 _POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
 _HEARTBEATS_PER_TIMEOUT = 10
+_SCAN_INTERVAL: Seconds = 0.5  # at which each member is looked at, for an error that it published
+_ACKS_TIMEOUT: Seconds = 10.0
+_COMPRESS_ABOVE = 64 * 1024  # bytes
+_MAX_BYTES = 8 * 1024 * 1024  # of a value: torch's store closes the connection above
 _JOIN_TIMEOUT: Seconds = 2.0  # for the heartbeat thread, which a dead store may block
 _TUPLE = 1  # msgpack's extension code
+_COMPRESSED = b"\xc1"  # a byte that msgpack never uses
 
 
 class StoreBackend(Protocol):
@@ -62,13 +69,35 @@ class Members(NamedTuple):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What a member publishes: an encoded value, or the texts of the UserError class `error`."""
+    """What a member publishes: an encoded value, or the class `error` and its texts."""
 
     value: bytes = b""
-    error: str = ""
-    wrong: str = ""
-    expected: str = ""
-    fix: str = ""
+    error: str = ""  # of a UserError, or PeerError
+    wrong: str = ""  # the peer of a PeerError
+    expected: str = ""  # the action of a PeerError
+    fix: str = ""  # the cause of a PeerError
+    waited: Seconds = 0.0  # of a PeerError
+
+    @classmethod
+    def of_error(cls, error: Exception, name: str, me: str) -> "_Answer":
+        waited = 0.0
+        if isinstance(error, PeerError):
+            texts, waited = (error.peer, error.action, error.cause), error.waited
+        else:
+            if not isinstance(error, UserError):
+                wrong, fix = f"{name}: {type(error).__name__}: {error}", f"see the output of {me}"
+                error = LaunchError(wrong, expected=f"a result from {me}", fix=fix)
+            texts = error.wrong, error.expected, error.fix
+        wrong, expected, fix = map(_printable, texts)
+        return cls(b"", type(error).__name__, wrong, expected, fix, waited)
+
+    def raise_error(self) -> None:
+        if self.error == PeerError.__name__:
+            raise PeerError(self.wrong, action=self.expected, waited=self.waited, cause=self.fix)
+        if self.error:
+            kinds = {kind.__name__: kind for kind in _subclasses(UserError)}
+            kind = kinds.get(self.error, LaunchError)
+            raise kind(self.wrong, expected=self.expected, fix=self.fix)
 
 
 class JobStore:
@@ -88,7 +117,7 @@ class JobStore:
         `check` is called repeatedly during a wait, and may raise an error to end it.
         """
         self.rank, self.timeout, self.name_of = rank, timeout, name_of
-        self._backend, self._check = backend, check
+        self._backend, self.check = backend, check
 
     def broadcast_object(
         self, name: str, value: Any, members: Members, *, as_type: Any = None
@@ -104,10 +133,9 @@ class JobStore:
     ) -> list[Any]:
         """Return the values of all members, in their order."""
         self.publish(name, value, members, as_type=as_type)
-        return [
-            value if rank == self.rank else self.receive(name, rank, members, as_type=as_type)
-            for rank in members.ranks
-        ]
+        others = [rank for rank in members.ranks if rank != self.rank]
+        values = dict(zip(others, self._receive_all(name, others, members, as_type), strict=True))
+        return [value if rank == self.rank else values[rank] for rank in members.ranks]
 
     def barrier(self, name: str, members: Members) -> None:
         """Wait until every member has called it."""
@@ -126,18 +154,19 @@ class JobStore:
             return decode(self._backend.get(key), None) if self._backend.check([key]) else None
 
     def check_consistent(self, name: str, settings: Mapping[str, Any], members: Members) -> None:
-        """Reject settings that differ from the leader's; raises LaunchError."""
+        """Reject settings that differ from the leader's; raises LaunchError on all members."""
         own = {key: str(value) for key, value in settings.items()}
-        leaders = self.broadcast_object(name, own, members)
-        for key in own | leaders:
-            here, there = (texts.get(key, "nothing") for texts in (own, leaders))
-            if here != there:
-                raise LaunchError(
-                    f"{self.name_of(self.rank)} has {key}={here}, and "
-                    f"{self.name_of(members.leader)} has {key}={there}",
-                    expected="the same in every process of the job",
-                    fix="use the same arguments, dataset and seed everywhere",
-                )
+        leaders, *others = self.all_gather_object(name, own, members)
+        for rank, theirs in zip(members.ranks[1:], others, strict=True):
+            for key in theirs | leaders:
+                here, there = (texts.get(key, "nothing") for texts in (theirs, leaders))
+                if here != there:
+                    raise LaunchError(
+                        f"{self.name_of(rank)} has {key}={here}, and "
+                        f"{self.name_of(members.leader)} has {key}={there}",
+                        expected="the same in every process of the job",
+                        fix="use the same arguments, dataset and seed everywhere",
+                    )
 
     def run_on_leader(
         self, name: str, function: Callable[[], Any], members: Members, *, as_type: Any = None
@@ -162,29 +191,14 @@ class JobStore:
     def publish(self, name: str, value: Any, members: Members, *, as_type: Any = None) -> None:
         """Publish this process's value; its error reaches the members that wait for the value."""
         try:
-            answer = _Answer(encode(value, as_type, name))
+            self._set(name, _Answer(encode(value, as_type, name)), members)
         except LaunchError as error:
             self.fail(name, error, members)
             raise
-        self._set(name, answer, members)
 
     def receive(self, name: str, rank: int, members: Members, *, as_type: Any = None) -> Any:
         """Wait for a member's value; raises its error, or PeerError if it publishes nothing."""
-        key, peer, action = (
-            self._key(name, rank, members),
-            self.name_of(rank),
-            f"agreeing on {name}",
-        )
-        with peer_errors(peer, action):
-            self._wait_for(key, peer, action)
-            answer = msgspec.msgpack.decode(self._backend.get(key), type=_Answer)
-            if answer.error:
-                self._backend.add(f"{key}/acks", 1)
-        if answer.error:
-            kinds = {kind.__name__: kind for kind in _subclasses(UserError)}
-            kind = kinds.get(answer.error, LaunchError)
-            raise kind(answer.wrong, expected=answer.expected, fix=answer.fix)
-        return decode(answer.value, as_type)
+        return self._receive_all(name, [rank], members, as_type)[0]
 
     def is_published(self, name: str, rank: int, members: Members) -> bool:
         """Whether `receive` would return at once."""
@@ -195,53 +209,82 @@ class JobStore:
 
         Returns when all have read it, or after 10 s: this process may serve the store, and exit.
         """
-        if isinstance(error, UserError):
-            texts = type(error).__name__, error.wrong, error.expected, error.fix
-        else:
-            me, wrong = self.name_of(self.rank), f"{name}: {type(error).__name__}: {error}"
-            texts = LaunchError.__name__, wrong, f"a result from {me}", f"see the output of {me}"
-        self._set(name, _Answer(b"", *texts), members)
-        acks, deadline = f"{self._key(name, self.rank, members)}/acks", time.monotonic() + 10
-        while time.monotonic() < deadline and self._backend.add(acks, 0) < len(members.ranks) - 1:
-            time.sleep(_LONGEST_POLL)
+        num_readers = len(members.ranks) - 1 - isinstance(error, PeerError)  # without the lost one
+        acks, deadline = (
+            f"{self._key(name, self.rank, members)}/acks",
+            time.monotonic() + _ACKS_TIMEOUT,
+        )
+        with contextlib.suppress(RuntimeError):  # the store is lost: the caller raises `error`
+            self._set(name, _Answer.of_error(error, name, self.name_of(self.rank)), members)
+            while time.monotonic() < deadline and self._backend.add(acks, 0) < num_readers:
+                time.sleep(_LONGEST_POLL)
 
     def delete(self, name: str, members: Members, *, rank: int | None = None) -> None:
         """Delete a value that nobody will read again, by default this process's."""
-        self._backend.delete_key(self._key(name, self.rank if rank is None else rank, members))
+        key = self._key(name, self.rank if rank is None else rank, members)
+        with peer_errors(_STORE, f"deleting {name}"):
+            for suffix in ("", "/heartbeats"):
+                self._backend.delete_key(key + suffix)
 
     def _key(self, name: str, rank: int | str, members: Members) -> str:
         return f"{members.epoch}/{name}/{rank}"
 
     def _set(self, name: str, answer: _Answer, members: Members) -> None:
         with peer_errors(_STORE, f"publishing {name}"):
-            self._backend.set(self._key(name, self.rank, members), msgspec.msgpack.encode(answer))
+            self._backend.set(self._key(name, self.rank, members), _pack(answer, name))
 
-    def _wait_for(self, key: str, peer: str, action: str) -> None:
-        """Wait for a key until a timeout after its owner's last heartbeat."""
+    def _receive_all(
+        self, name: str, ranks: Sequence[int], members: Members, as_type: Any
+    ) -> list[Any]:
+        """Wait for values of members; raises the error of one, or PeerError for missing ones."""
+        keys = {rank: self._key(name, rank, members) for rank in ranks}
+        with peer_errors(_STORE, f"agreeing on {name}"):
+            self._wait_for(keys, f"agreeing on {name}")
+            answers = [self._read(key) for key in keys.values()]
+        return [decode(answer.value, as_type) for answer in answers]
+
+    def _read(self, key: str) -> _Answer:
+        """Return the answer under a key; raises its error."""
+        answer = _unpack(self._backend.get(key))
+        if answer.error:
+            self._backend.add(f"{key}/acks", 1)
+        answer.raise_error()
+        return answer
+
+    def _wait_for(self, keys: dict[int, str], action: str) -> None:
+        """Wait for keys until a timeout after the last heartbeat of an owner."""
         start, pause, warn_after, num_heartbeats = time.monotonic(), _POLL, WARN_AFTER, 0
-        deadline = start + self.timeout
-        while not self._backend.check([key]):
-            if self._check is not None:
-                self._check()
+        deadline, next_scan, missing = start + self.timeout, start + _SCAN_INTERVAL, dict(keys)
+        while not self._backend.check(list(keys.values())):
+            if self.check is not None:
+                self.check()
             now = time.monotonic()
-            if now > deadline - self.timeout / 2:  # few members send heartbeats
-                received = self._backend.add(f"{key}/heartbeats", 0)
+            if now > min(next_scan, deadline):
+                next_scan = now + _SCAN_INTERVAL
+                published = [rank for rank, key in missing.items() if self._backend.check([key])]
+                for rank in published:
+                    self._read(missing.pop(rank))  # an error ends the wait at once
+            if missing and now > deadline - self.timeout / 2:  # few members send heartbeats
+                received = sum(self._backend.add(f"{k}/heartbeats", 0) for k in missing.values())
                 if received > num_heartbeats:
                     num_heartbeats, deadline = received, now + self.timeout
-            if now > deadline:
+            peers = ", ".join(map(self.name_of, missing))
+            if missing and now > deadline:
                 cause = "no heartbeat" if num_heartbeats else "no answer"
-                raise PeerError(peer, action=action, waited=now - start, cause=cause)
+                raise PeerError(peers, action=action, waited=now - start, cause=cause)
             if now - start > warn_after:
                 me, waited = self.name_of(self.rank), now - start
-                _logger.warning("%s has waited %.0f s for %s: %s", me, waited, peer, action)
+                _logger.warning("%s has waited %.0f s for %s: %s", me, waited, peers, action)
                 warn_after *= 10
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL)
 
     @contextmanager
     def _heartbeats(self, key: str) -> Iterator[None]:
-        """Send heartbeats from a thread while this one computes."""
+        """Send heartbeats, from a thread while this one computes."""
         is_done = threading.Event()
+        with peer_errors(_STORE, "sending a heartbeat"):
+            self._backend.add(f"{key}/heartbeats", 1)  # now: others may have waited for long
 
         def send_heartbeats() -> None:
             store: StoreBackend | None = None
@@ -287,7 +330,7 @@ def encode(value: Any, as_type: Any, name: str) -> bytes:
     """Encode plain data, or a record if `as_type` names it; raises LaunchError."""
     try:
         return msgspec.msgpack.encode(_tag_tuples(value) if as_type is None else value)
-    except (TypeError, OverflowError, RecursionError) as error:
+    except (TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise LaunchError(
             f"{name}: a value that cannot be sent: {error}",
             expected="None, numbers, text, bytes, and lists, tuples and dicts of them",
@@ -299,6 +342,30 @@ def decode(data: bytes, as_type: Any) -> Any:
     if as_type is None:
         return msgspec.msgpack.decode(data, ext_hook=_untag)
     return msgspec.msgpack.decode(data, type=as_type)
+
+
+def _pack(answer: _Answer, name: str) -> bytes:
+    data = msgspec.msgpack.encode(answer)
+    if len(data) > _COMPRESS_ABOVE:
+        data = _COMPRESSED + zlib.compress(data, 1)
+    if len(data) > _MAX_BYTES:
+        raise LaunchError(
+            f"{name}: a value of {len(data)} bytes",
+            expected=f"at most {_MAX_BYTES} bytes, compressed",
+            fix="send large values over a process group",
+        )
+    return data
+
+
+def _unpack(data: bytes) -> _Answer:
+    if data.startswith(_COMPRESSED):
+        data = zlib.decompress(data[len(_COMPRESSED) :])
+    return msgspec.msgpack.decode(data, type=_Answer)
+
+
+def _printable(text: str) -> str:
+    """Escape what UTF-8 cannot encode, such as a file name in another encoding."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _tag_tuples(value: Any) -> Any:

@@ -124,8 +124,8 @@ class Bucket:
         """View a parameter's range of `flat`, with the parameter's strides if it is dense."""
         parameter, offset = self.parameters[index], self.offsets[index]
         region = flat[offset : offset + parameter.numel()]
-        is_dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-        if parameter.is_contiguous() or not is_dense:
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense
+        if parameter.is_contiguous() or not is_dense(parameter):
             return region.view(parameter.shape)
         return region.as_strided(parameter.shape, parameter.stride(), region.storage_offset())
 

@@ -69,7 +69,9 @@ class PipelineOptions:
     @property
     def limit_bytes(self) -> Bytes | None:
         limit = self.memory_limit
-        return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
+        return (
+            None if limit is None else int(parse(limit, Bytes) if isinstance(limit, str) else limit)
+        )
 
     @property
     def text(self) -> str:

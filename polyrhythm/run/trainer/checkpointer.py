@@ -15,6 +15,7 @@ from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.folder import CHECKPOINTS, list_steps
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.checkpoint.state import restore
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.pipeline.partition import ModelPartition
 from polyrhythm.run.trainer.config import TrainerConfig
@@ -52,7 +53,12 @@ class TrainerCheckpointer:
             assert config.run_dir is not None, "checkpoints are saved there"
             folder, keep_last = config.run_dir / CHECKPOINTS, config.checkpoint.keep_last
             checkpoints = Checkpointer(
-                folder, process_group=group, tied=part.tied, keep_last=keep_last, log=log
+                folder,
+                process_group=group,
+                tied=part.tied,
+                keep_last=keep_last,
+                log=log,
+                timeout=max(config.timeout, DEFAULT_TIMEOUT),  # a disk may be slower than a peer
             )
         others = range(plan.num_stages, plan.num_workers)
         restorers = Members((plan.rank(LEADER), *others))

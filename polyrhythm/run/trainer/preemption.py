@@ -39,6 +39,7 @@ class PreemptionHandler:
         grace_period: Seconds,
     ) -> None:
         """`store`: of this object alone, a thread of which uses it; `first_stages`: by pipeline."""
+        store.check = self._check_open  # ends a wait for other first stages
         self._store, self._members, self._first_stages = store, members, first_stages
         self._grace_period = grace_period
         self._changed = threading.Condition()
@@ -89,6 +90,10 @@ class PreemptionHandler:
             thread.join(_CLOSE_TIMEOUT)
         if self._catcher is not None and not self._threads[0].is_alive():
             self._catcher.close()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise RuntimeError("training is over")
 
     def _watch_signal(self) -> None:
         while self._catcher is not None and not self._closing.is_set():
