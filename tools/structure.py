@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -331,7 +332,12 @@ def _test_functions() -> Iterator[str]:
 def _trees(*folders: str) -> Iterator[tuple[str, ast.Module]]:
     for path in _tracked("*.py"):
         if path.split("/")[0] in folders:
-            yield path, ast.parse((ROOT / path).read_text())
+            yield path, _parsed(path)
+
+
+@cache
+def _parsed(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text())
 
 
 def _num_lines(folder: str) -> int:

@@ -198,6 +198,12 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         known = [AUTO, *(mode.name for mode in _MODES if not mode.has_server)]
+        if self.mode in SYNC_MODES and SYNC_MODES[self.mode].has_server:
+            raise PolicyError(
+                f"sync={self.mode!r}: it needs a parameter server, one more process",
+                expected=f"one of {', '.join(known)}",
+                fix="use pr.GroupSync and pr.ParameterServer in a training loop of your own",
+            )
         if self.mode not in known:
             raise _unknown("sync mode", str(self.mode), known)
         if self.options and (self.mode == AUTO or self.first_mode.policy is None):

@@ -78,6 +78,20 @@ def unpickle_by_torch() -> None:
     torch.load(buffer, weights_only=True)
 
 
+def unpickle_code_by_torch() -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.ones(2)}, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=False)
+
+
+def unpickle_by_subclass() -> None:
+    class Subclass(pickle.Unpickler):
+        pass
+
+    Subclass(io.BytesIO(pickle.dumps([1]))).load()
+
+
 def unpickle_by_numpy() -> None:
     buffer = io.BytesIO()
     np.save(buffer, np.array([{}], dtype=object), allow_pickle=True)
@@ -86,7 +100,15 @@ def unpickle_by_numpy() -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [unpickle_plainly, unpickle_in_python, unpickle_by_torch, unpickle_by_numpy]
+    "work",
+    [
+        unpickle_plainly,
+        unpickle_in_python,
+        unpickle_by_torch,
+        unpickle_code_by_torch,
+        unpickle_by_subclass,
+        unpickle_by_numpy,
+    ],
 )
 @pytest.mark.parametrize("run", [lambda work: work(), in_child])
 def test_every_kind_of_unpickling_is_found(

@@ -36,8 +36,8 @@ class Replicas:
     """A gloo group of the workers that hold one model, and what they agree on; for one thread.
 
     All workers make it together, and then the same calls in the same order: each agreement names
-    its call. A worker that is lost, or in another call, is noticed at once: names and numbers go
-    over gloo. Objects follow through the job's store, under the unique name of this group.
+    its call. A worker that is lost before it, or in another call, is noticed at once: names and
+    numbers go over gloo. Objects follow through the job's store, under this group's unique name.
     """
 
     def __init__(self, ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> None:
@@ -55,6 +55,7 @@ class Replicas:
 
         For one number per step: it needs a single exchange.
         """
+        assert len(call) <= 32, "it would be cut off, and differ from itself"
         own = torch.frombuffer(bytearray(_CALL.pack(call.encode(), number)), dtype=torch.uint8)
         with peer_errors("another worker", f"{call}, which all workers call"):
             gathered = all_gather(self.group, own)

@@ -1,8 +1,9 @@
 """Checkpoints of a training job: the first pipeline saves, every pipeline restores."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,10 @@ class TrainerCheckpointer:
     part: ModelPartition
     worker: Worker
     run_info: dict[str, Any]  # plan and model configuration, stored in each checkpoint
-    checkpoints: Checkpointer | None  # on the first pipeline
+    make: Callable[[], Checkpointer] | None  # on the first pipeline
     store: JobStore
     restorers: Members  # the leader, and the processes of the other pipelines
+    checkpoints: Checkpointer | None = field(default=None, init=False)  # once it is needed
     _num_restores: int = field(default=0, init=False)
 
     @classmethod
@@ -48,11 +50,12 @@ class TrainerCheckpointer:
         store: JobStore,
         log: EventLog | None,
     ) -> "TrainerCheckpointer":
-        checkpoints = None
+        make = None
         if worker.pipeline == 0:
             assert config.run_dir is not None, "checkpoints are saved there"
             folder, keep_last = config.run_dir / CHECKPOINTS, config.checkpoint.keep_last
-            checkpoints = Checkpointer(
+            make = partial(
+                Checkpointer,
                 folder,
                 process_group=group,
                 tied=part.tied,
@@ -62,7 +65,16 @@ class TrainerCheckpointer:
             )
         others = range(plan.num_stages, plan.num_workers)
         restorers = Members((plan.rank(LEADER), *others))
-        return cls(part, worker, {"plan": plan_table(plan)}, checkpoints, store, restorers)
+        made = cls(part, worker, {"plan": plan_table(plan)}, make, store, restorers)
+        if config.checkpoint.every is not None:
+            made.open()  # a folder that stages do not share is refused at the start
+        return made
+
+    def open(self) -> Checkpointer | None:
+        """Open the folder, on the first pipeline; without checkpoints it need not be shared."""
+        if self.checkpoints is None and self.make is not None:
+            self.checkpoints = self.make()
+        return self.checkpoints
 
     def save(
         self, step: int, strategy: NoSync, extra: Mapping[str, Any], *, blocking: bool = False
@@ -70,8 +82,8 @@ class TrainerCheckpointer:
         """Save in the background; with `blocking`, first wait for the save in progress."""
         strategy.synchronize()
         future = strategy.async_state_dict()
-        if self.checkpoints is not None:
-            self.checkpoints.save(
+        if (checkpoints := self.open()) is not None:
+            checkpoints.save(
                 step,
                 self.part.module,
                 strategy.optimizer,
@@ -87,11 +99,12 @@ class TrainerCheckpointer:
         Raises CheckpointError in all processes if the checkpoint at `path` is damaged; without
         `path`, if checkpoints exist and all are damaged.
         """
+        checkpoints = self.open()
         found, module = self._find_checkpoint(path), self.part.module
         if found is None:
             return None
-        if self.checkpoints is not None:
-            return self.checkpoints.restore(found, module, optimizer, verify=False)
+        if checkpoints is not None:
+            return checkpoints.restore(found, module, optimizer, verify=False)
         return restore(found, module, optimizer, tied=self.part.tied, whole=False, verify=False)
 
     def wait(self) -> None:

@@ -12,15 +12,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.process_groups import job_mesh
 from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend, prefixed
 from polyrhythm.run.probe.probe import distinct_names
 from polyrhythm.types import Seconds, Worker
@@ -169,17 +170,12 @@ class JobMembership:
             name_of=lambda rank: str(self.plan.worker(rank)),
         )
 
-    def pipeline_group(self) -> dist.ProcessGroup | None:
-        """Make the group of this pipeline's stages, in order; None in a job of one process."""
+    def device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Make the groups of this worker's pipeline and stage; None in a job of one process."""
         if not dist.is_initialized():
             return None
-        plan, pipeline = self.plan, self.worker.pipeline
-        ranks = [plan.rank(Worker(stage, pipeline)) for stage in range(plan.num_stages)]
-        group = dist.new_group(
-            ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True
-        )
-        assert isinstance(group, dist.ProcessGroup), "this process is a member"
-        return group
+        num_pipelines, num_stages = self.plan.num_pipelines, self.plan.num_stages
+        return job_mesh(num_pipelines, num_stages, device_type=device_type, timeout=self.timeout)
 
     def device(self, wanted: torch.device | str | None) -> torch.device:
         """Return `wanted`, or by default this process's GPU if the machine has GPUs."""

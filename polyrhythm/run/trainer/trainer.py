@@ -14,14 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -32,7 +30,7 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.processes import TERMINATED
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.checkpoint.export import hugging_face_configs
-from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, job_mesh
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
@@ -84,7 +82,6 @@ class Trainer:
     """Train one worker's share of a job. Every process of the job makes the same Trainer."""
 
     step = RenamedAttribute("global_step")
-    num_made: ClassVar[int] = 0  # in this process
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
 
     @renamed_arguments(
@@ -150,7 +147,6 @@ class Trainer:
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
-        Trainer.num_made += 1
         self._num_fits, self._is_fitting = 0, False
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
@@ -168,9 +164,12 @@ class Trainer:
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
             self._log = EventLog(worker_log(config.run_dir, self.worker), self.worker)
-        self._loss, group = WeightedLoss(loss_fn), membership.pipeline_group()
+        self._loss, device = WeightedLoss(loss_fn), membership.device(config.device)
+        # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
+        self.device_mesh = membership.device_mesh(device.type)
+        group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
         part = config.split.extract_stage(whole, self.worker.stage, self.plan.layers_per_stage)
-        self.pipeline = self._build_pipeline(part, group)
+        self.pipeline = self._build_pipeline(part, device, group)
         self._samples = self._make_loader(dataset, order)
         self._checkpointer: TrainerCheckpointer | None = None
         if config.run_dir is not None:
@@ -216,13 +215,6 @@ class Trainer:
     def model(self) -> nn.Module:
         """This worker's stage; its parameters have their names in the whole model."""
         return self.pipeline.module
-
-    @cached_property
-    def device_mesh(self) -> DeviceMesh:
-        """The workers as a DeviceMesh ("dp", "pp"): pipelines x stages; all workers call it."""
-        num_pipelines, num_stages = self.plan.num_pipelines, self.plan.num_stages
-        kind, timeout = self.pipeline.device.type, self._config.timeout
-        return job_mesh(num_pipelines, num_stages, device_type=kind, timeout=timeout)
 
     @renamed_arguments(steps="max_steps=")
     def fit(self, *, max_steps: int) -> FitResult:
@@ -320,9 +312,10 @@ class Trainer:
             self._close_files()
             self._membership.abandon()
 
-    def _build_pipeline(self, part: ModelPartition, group: dist.ProcessGroup | None) -> Pipeline:
+    def _build_pipeline(
+        self, part: ModelPartition, device: torch.device, group: dist.ProcessGroup | None
+    ) -> Pipeline:
         config, worker = self._config, self.worker
-        device = self._membership.device(config.device)
         part.module.to(device)
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
