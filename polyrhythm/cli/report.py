@@ -61,7 +61,7 @@ class ExportCommand:
             from polyrhythm.run.checkpoint.legacy import convert
 
             source = self.run_folder
-            folder = self.out or source.with_name(f"{source.name}-converted")
+            folder = self.out or source.absolute().with_name(f"{source.name}-converted")
             out = convert(source, folder, self.step)
         else:
             checkpoint = find_checkpoint(self.run_folder, self.step)

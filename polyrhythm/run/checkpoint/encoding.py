@@ -10,6 +10,7 @@ and a full disk stays an OSError with its reason.
 """
 
 import base64
+import itertools
 import json
 import os
 from collections import Counter, OrderedDict
@@ -63,9 +64,10 @@ _STRUCTURE, _PREFIX = "structure", "state."  # names in encoded state
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> File:
     """Write a new file, synced to disk; raises CheckpointError for a tensor that it cannot hold."""
-    digest = new_hash()
+    digest, chunks = new_hash(), _chunks(tensors)
+    header = next(chunks)  # before there is a file
     with path.open("xb") as file:
-        for chunk in _chunks(tensors):
+        for chunk in itertools.chain([header], chunks):
             digest.update(chunk)
             file.write(chunk)
         file.flush()
@@ -239,6 +241,12 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     ordered = sorted(tensors.items(), key=lambda each: -each[1].element_size())
     end = 0
     for name, value in ordered:
+        if (problem := tensor_problem(value)) is not None:
+            raise CheckpointError(
+                f"{name} is {problem}",
+                expected=f"a plain tensor of {', '.join(str(t)[6:] for t in _DTYPES)}",
+                fix="convert it, for example with torch.view_as_real(), or exclude it",
+            )
         start, end = end, end + value.nbytes
         shape = list(value.shape)
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": shape, "data_offsets": [start, end]}
@@ -246,4 +254,13 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % _ALIGNMENT)
     yield len(text).to_bytes(8, "little") + text
     for _, value in ordered:
-        yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield (
+            value.cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .data
+        )

@@ -6,6 +6,7 @@ states of learning rate schedulers and datasets. A pickle is code: convert only 
 
 import base64
 import pickle
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,33 @@ class _Manifest(Manifest, frozen=True, kw_only=True):
     run_info: dict[str, Any] = msgspec.field(name="facts")
 
 
+def _newest(folder: Path) -> Path | None:
+    """Return the complete checkpoint that was saved last; if all are damaged, the last of them."""
+    complete, damaged, newest = list[tuple[int, Path]](), list[str](), None
+    for newest in list_steps(folder).values():
+        try:
+            manifest = read_manifest_as(_Manifest, newest, _FORMAT)
+            problem = find_damage(newest, manifest.files)
+        except CheckpointError as error:
+            problem = error.wrong
+        if problem is None:
+            complete.append((manifest.serial, newest))
+        else:
+            damaged.append(f"{newest} is skipped: {problem}")
+    if not complete:
+        return newest
+    for text in damaged:
+        warnings.warn(text, stacklevel=4)
+    return max(complete)[1]
+
+
 def convert(run: Path, out: Path, step: int | None = None) -> Path:
-    """Convert the checkpoint of a step, by default the last, into the run folder `out`.
+    """Convert the checkpoint of a step, by default the newest complete, into the run folder `out`.
 
     `run` is a run folder, its checkpoints folder, or a checkpoint. Runs the code that the
     checkpoint contains. Raises CheckpointError if it is damaged, or of another format.
     """
-    checkpoint = find_checkpoint(
-        run, step, newest=lambda folder: max(list_steps(folder).items(), default=(0, None))[1]
-    )
+    checkpoint = find_checkpoint(run, step, newest=_newest)
     manifest = read_manifest_as(_Manifest, checkpoint, _FORMAT)
     if (problem := find_damage(checkpoint, manifest.files)) is not None:
         raise damage_error(checkpoint, problem)

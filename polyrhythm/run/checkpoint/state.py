@@ -284,7 +284,7 @@ def _plain_tensor(name: str, value: Any) -> Tensor:
     raise CheckpointError(
         f"{name} is {problem}",
         expected="plain tensors, each complete in one process",
-        fix="save sharded models with torch.distributed.checkpoint itself; omit extra state",
+        fix="gather sharded tensors, and convert other types, or omit them from the state",
     )
 
 

@@ -152,6 +152,12 @@ class StreamReader:
             return DatasetState(position, encode_state(self._dataset.state_dict(), what))
         except CheckpointError as error:
             raise DataError(error.wrong, expected=error.expected, fix=error.fix) from None
+        except Exception as error:  # the user's dataset may raise anything
+            raise DataError(
+                f"{what} at position {position}: {type(error).__name__}: {error}",
+                expected="a state_dict() that returns",
+                fix="correct state_dict() of the dataset",
+            ) from error
 
     def _next(self) -> Any:
         position, self._position = self._position, -1
