@@ -71,10 +71,8 @@ def test_policy_mismatch_names_both_policies(tmp_path: Path) -> None:
             GroupSync(model, torch.optim.SGD(model.parameters()), policy, timeout=TIMEOUT)
         return str(caught.value)
 
-    host, refused = run_replicas(2, work, tmp_path)
-    assert "s0p1 has policy=age every=1 seed=0, and s0p0 has policy=adaptive" in refused
-    assert "lost s0p1 during starting" in host
-    assert "it could not start: s0p1 has policy=age" in host
+    for refused in run_replicas(2, work, tmp_path):  # both at once: no worker waits for the other
+        assert "s0p1 has policy=age every=1 seed=0, and s0p0 has policy=adaptive" in refused
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "static"])
