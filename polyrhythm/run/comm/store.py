@@ -202,7 +202,8 @@ class JobStore:
 
     def is_published(self, name: str, rank: int, members: Members) -> bool:
         """Whether `receive` would return at once."""
-        return self._backend.check([self._key(name, rank, members)])
+        with peer_errors(_STORE, f"looking for {name}"):
+            return self._backend.check([self._key(name, rank, members)])
 
     def fail(self, name: str, error: Exception, members: Members) -> None:
         """Raise an error on the members that wait for this process's value.
@@ -210,10 +211,8 @@ class JobStore:
         Returns when all have read it, or after 10 s: this process may serve the store, and exit.
         """
         num_readers = len(members.ranks) - 1 - isinstance(error, PeerError)  # without the lost one
-        acks, deadline = (
-            f"{self._key(name, self.rank, members)}/acks",
-            time.monotonic() + _ACKS_TIMEOUT,
-        )
+        acks = f"{self._key(name, self.rank, members)}/acks"
+        deadline = time.monotonic() + _ACKS_TIMEOUT
         with contextlib.suppress(RuntimeError):  # the store is lost: the caller raises `error`
             self._set(name, _Answer.of_error(error, name, self.name_of(self.rank)), members)
             while time.monotonic() < deadline and self._backend.add(acks, 0) < num_readers:
@@ -226,7 +225,7 @@ class JobStore:
             for suffix in ("", "/heartbeats"):
                 self._backend.delete_key(key + suffix)
 
-    def _key(self, name: str, rank: int | str, members: Members) -> str:
+    def _key(self, name: str, rank: int, members: Members) -> str:
         return f"{members.epoch}/{name}/{rank}"
 
     def _set(self, name: str, answer: _Answer, members: Members) -> None:
