@@ -67,6 +67,14 @@ class Group(NamedTuple):
     why: str
 
 
+class AverageTimings(NamedTuple):
+    """Time spent on averages since the last query."""
+
+    waited: Seconds  # by training
+    exchange: Seconds  # the last one, from when all members were ready, waited for or not
+    num_members: int  # of the last exchange; 1 if there was none
+
+
 class Op(StrEnum):
     F = "F"  # forward of one micro-batch through one stage
     B = "B"  # its backward

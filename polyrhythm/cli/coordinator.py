@@ -54,9 +54,9 @@ class CoordinatorCommand:
     """Address and port that workers connect to; port 0 selects a free one."""
     policy: str = "adaptive"
     """Name of the group policy, such as adaptive, age, partial_reduce or all_reduce."""
-    stages: int = 1
+    num_stages: int = 1
     """Number of stages of the model; each stage averages separately."""
-    pipelines: int
+    num_pipelines: int
     """Number of pipelines, each of which has all stages."""
     options: tuple[str, ...] = ()
     """Options of the policy: name=value, repeatable, or one JSON object."""
@@ -123,8 +123,8 @@ class CoordinatorCommand:
         try:
             return Setup(
                 policy=self.policy,
-                num_stages=self.stages,
-                num_pipelines=self.pipelines,
+                num_stages=self.num_stages,
+                num_pipelines=self.num_pipelines,
                 options=options,
                 every=self.every,
                 seed=self.seed,
@@ -143,8 +143,8 @@ class CoordinatorCommand:
         shared = {"options": setup.options, "every": self.every, "seed": self.seed}
         arguments = "".join(f"{name}={value!r}, " for name, value in shared.items() if value)
         for line in (
-            f"coordinator at {coordinator.address}: {setup.text}, {self.stages} stages x "
-            f"{self.pipelines} pipelines = {self.stages * self.pipelines} workers",
+            f"coordinator at {coordinator.address}: {setup.text}, {self.num_stages} stages x "
+            f"{self.num_pipelines} pipelines = {self.num_stages * self.num_pipelines} workers",
             f"in each worker: GroupSync(model, optimizer, {self.policy!r}, {arguments}"
             f"coordinator={address!r}, keys={str(self.keys)!r})",
             *([] if log is None else [f"log: {log}"]),

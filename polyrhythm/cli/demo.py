@@ -115,7 +115,10 @@ class Demo:
         from polyrhythm.sinks.progress import RunProgress
 
         return RunProgress(
-            run, num_steps=job.settings.steps, num_pipelines=job.settings.pipelines, console=console
+            run,
+            num_steps=job.settings.steps,
+            num_pipelines=job.settings.num_pipelines,
+            console=console,
         )
 
     def _finish(self, run: Path, console: "Console") -> None:
@@ -136,5 +139,5 @@ def _check_num_workers(num_workers: int) -> None:
         raise LaunchError(
             f"{num_workers} processes on a machine with {cores} cores",
             expected=f"at most {max(64, 8 * cores)}",
-            fix="use fewer --stages or --pipelines",
+            fix="use fewer --num-stages or --num-pipelines",
         )

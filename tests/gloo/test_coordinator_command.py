@@ -72,7 +72,7 @@ class CommandProcess:
 
 def test_command_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setup = setup_of("age", stages=2, pipelines=2, options={"max_age": 4, "window": "paper"})
-    shape = ["--policy", "age", "--stages", "2", "--pipelines", "2"]
+    shape = ["--policy", "age", "--num-stages", "2", "--num-pipelines", "2"]
     options = ["--options", "max_age=4", "window=paper", "--log", "out"]
     with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape, *options) as running:
         address = running.read_until(r" at (tcp://[\d.:]+): age every=1 seed=0 max_age=4 window=")
@@ -105,7 +105,7 @@ def test_command_serves_until_interrupted(tmp_path: Path, monkeypatch: pytest.Mo
 def test_sigterm_ends_command_cleanly(tmp_path: Path) -> None:
     JobKeys.new().save(tmp_path / "mine")
     with CommandProcess(
-        tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1", "--keys", "mine"
+        tmp_path, "--bind", "tcp://127.0.0.1:0", "--num-pipelines", "1", "--keys", "mine"
     ) as running:
         running.read_until("Ctrl-C")
         assert running.signal_and_wait(signal.SIGTERM) == 143
@@ -128,7 +128,7 @@ def test_command_exits_with_job_and_last_worker_sets_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: list[bool], status: int, why: str
 ) -> None:
     setup = setup_of("all_reduce", pipelines=2)
-    shape = ["--policy", "all_reduce", "--pipelines", "2"]
+    shape = ["--policy", "all_reduce", "--num-pipelines", "2"]
     with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", *shape) as running:
         address = running.read_until(r" at (tcp://[\d.]+:\d+)")
         running.read_until("Ctrl-C")
@@ -166,7 +166,7 @@ def test_coordinator_is_not_over_before_start() -> None:
 
 
 def test_connection_without_keys_is_logged_once(tmp_path: Path) -> None:
-    with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", "--pipelines", "1") as running:
+    with CommandProcess(tmp_path, "--bind", "tcp://127.0.0.1:0", "--num-pipelines", "1") as running:
         address = running.read_until(r" at (tcp://[\d.]+:\d+)")
         running.read_until("Ctrl-C")
         keys, wrong_keys = JobKeys.load(tmp_path / "job.keys"), JobKeys.new()
@@ -201,7 +201,7 @@ def test_connection_without_keys_is_logged_once(tmp_path: Path) -> None:
         (["--options", "group_size=x"], "in --options"),
         (["--options", '{"group_size": 9}'], "group_size=9"),
         (["--bind", "nonsense"], "bind 'nonsense'"),
-        (["--pipelines", "0"], "num_pipelines=0"),
+        (["--num-pipelines", "0"], "num_pipelines=0"),
         (["--heartbeat-timeout", "0"], "heartbeat_timeout=0"),
     ],
 )
@@ -216,7 +216,7 @@ def test_invalid_arguments_are_refused(
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main(["coordinator", "--pipelines", "2", "--bind", "tcp://127.0.0.1:0", *arguments])
+        main(["coordinator", "--num-pipelines", "2", "--bind", "tcp://127.0.0.1:0", *arguments])
     assert ended.value.code == 2
     assert problem in capsys.readouterr().err
     assert not Path("job.keys").exists()

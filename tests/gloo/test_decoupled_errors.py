@@ -46,9 +46,10 @@ def test_misuse_errors_name_the_fix(tmp_path: Path) -> None:
         errors["groups"] = error_of(lambda: optimizer.load_state_dict(saved))
         optimizer.close()
         other = stack()
-        with pytest.raises(AttributeError) as renamed:
-            optimizer.state_later()
-        errors["renamed"] = str(renamed.value)
+        for old in ("state_later", "pop_timings"):
+            with pytest.raises(AttributeError) as renamed:
+                getattr(optimizer, old)
+            errors[old] = str(renamed.value)
         errors["foreign"] = error_of(lambda: wrap_optimizer(model, adam(other)))
         errors["swapped"] = error_of(lambda: DistributedOptimizer(model, adam(model)))
         muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2])
@@ -69,7 +70,8 @@ def test_misuse_errors_name_the_fix(tmp_path: Path) -> None:
         assert "call optimizer.zero_grad()" in errors["forgotten"]
         assert "exp_avg of 0.bias has shape (3, 3) in the checkpoint" in errors["shape"]
         assert "groups of [2]" in errors["groups"]
-        assert "is now async_state_dict()" in errors["renamed"]
+        assert "is now async_state_dict()" in errors["state_later"]
+        assert "is now pop_stats()" in errors["pop_timings"]
         assert "not the model's" in errors["foreign"]
         assert "an optimizer of torch.optim, then the model" in errors["swapped"]
         assert "the optimizer Muon" in errors["muon"]

@@ -73,7 +73,7 @@ def test_demo_learns_and_writes_run_folder(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(150)
 def test_policy_options_reach_scheduler_and_run_folder(tmp_path: Path) -> None:
-    shape = [*SMALL, "--steps", "6", "--stages", "1", "--pipelines", "3"]
+    shape = [*SMALL, "--steps", "6", "--num-stages", "1", "--num-pipelines", "3"]
     options = ["--sync", "partial_reduce", "--sync-options", "group_size=2", "timeout=1"]
     done = run_forked("demo", *shape, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -186,7 +186,7 @@ def test_killed_worker_is_named_by_the_demo(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(150)
 def test_brackets_in_folder_name_are_not_markup(tmp_path: Path) -> None:
-    options = [*SMALL, "--steps", "2", "--stages", "1", "--pipelines", "1"]
+    options = [*SMALL, "--steps", "2", "--num-stages", "1", "--num-pipelines", "1"]
     done = run_forked("demo", *options, "--out", "r[/x]", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "run folder: r[/x]/demo-" in done.stdout
@@ -215,7 +215,7 @@ def test_demo_learns_a_user_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stages", "9"], "9 stages for 6 layers"),
+        (["--num-stages", "9"], "9 stages for 6 layers"),
         (["--schedule", "kfkb:0"], "k=0"),
         (["--steps", "0"], "--steps 0"),
         (["--lr", "nan"], "--lr nan"),
@@ -224,7 +224,7 @@ def test_demo_learns_a_user_text(tmp_path: Path) -> None:
         (["--out", "short.txt"], "short.txt"),
         (["--timeout", "1e300"], "--timeout 1e+300"),
         (["--stepps", "3"], "--stepps"),
-        (["--stages", "two"], "two"),
+        (["--num-stages", "two"], "two"),
         (["--sync", "agee"], "did you mean 'age'?"),
         (["--sync", "ssp"], "it needs a parameter server"),
         (["--sync", "partial_reduce", "--sync-options", "group_size=x"], "in --sync-options"),

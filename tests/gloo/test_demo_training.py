@@ -60,8 +60,8 @@ def single_process_losses(folder: Path, config: DemoConfig) -> list[list[float]]
         size = config.microbatches * config.microbatch_size
         for step in range(config.steps):
             by_pipeline = []
-            for pipeline in range(config.pipelines):
-                start = (step * config.pipelines + pipeline) * size
+            for pipeline in range(config.num_pipelines):
+                start = (step * config.num_pipelines + pipeline) * size
                 batch = [TEXT[int(number)] for number in order.ids(start, start + size)]
                 inputs, targets = default_collate(batch)
                 by_pipeline.append(next_byte_loss(model(inputs), targets))
@@ -81,7 +81,7 @@ def single_process_losses(folder: Path, config: DemoConfig) -> list[list[float]]
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(("stages", "pipelines"), long_except([(1, 2), (2, 2), (3, 1)], 1))
 def test_losses_match_single_process_loop(tmp_path: Path, stages: int, pipelines: int) -> None:
-    config = demo_config(stages=stages, pipelines=pipelines)
+    config = demo_config(num_stages=stages, num_pipelines=pipelines)
     losses = distributed_losses(tmp_path, DemoJob.of(config))
     reference = single_process_losses(tmp_path, config)
     assert len(losses[0]) == config.steps
@@ -113,7 +113,7 @@ def test_unresponsive_replica_times_out(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_workers_with_different_text_are_rejected(tmp_path: Path) -> None:
-    job = DemoJob.of(demo_config(stages=1, pipelines=2))
+    job = DemoJob.of(demo_config(num_stages=1, num_pipelines=2))
 
     def work(ctx: DistContext) -> None:
         other = ByteText(bytes(1000), context=16)
@@ -130,7 +130,7 @@ def test_workers_with_different_text_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stages": 5}, "5 stages for 4 layers"),
+        ({"num_stages": 5}, "5 stages for 4 layers"),
         ({"width": 30}, "width 30 for 4 heads"),
         ({"timeout": 1e300}, "--timeout 1e"),
         ({"lr": 0.0}, "--lr 0"),

@@ -16,6 +16,7 @@ from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
 from polyrhythm.run.averaging import rendezvous
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.sync.policies.local import OuterNesterov
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_failures, train
 
@@ -193,6 +194,21 @@ def test_process_groups_average_separately_under_one_name(tmp_path: Path) -> Non
 
     found = run_replicas(4, work, tmp_path)
     assert found == [("s0p0", 1.0), ("s0p0", 3.0), ("s0p1", 1.0), ("s0p1", 3.0)]
+
+
+def test_process_group_without_this_process_is_refused(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[str]:
+        groups, model, found = [dist.new_group([0]), dist.new_group([1])], Point(), []
+        for cls in (GroupSync, DistributedOptimizer):
+            optimizer = torch.optim.SGD(model.parameters())
+            args = (model, optimizer) if cls is GroupSync else (optimizer, model)
+            with pytest.raises(PolicyError) as caught:
+                cls(*args, process_group=groups[1 - ctx.rank], timeout=TIMEOUT)
+            found.append(caught.value.wrong)
+        return found
+
+    for rank, found in enumerate(run_replicas(2, work, tmp_path)):
+        assert found == [f"process_group= without rank {rank}, which passes it"] * 2
 
 
 def test_second_group_sync_needs_another_name(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from polyrhythm.errors import PolicyError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.comm.launch import DistContext
@@ -139,3 +140,19 @@ def test_synchronous_parameter_server_averages_updates(tmp_path: Path) -> None:
     for number in range(4):
         for seen in found[:3]:
             torch.testing.assert_close(seen[number], mean * (1 - 0.8 ** (number + 1)))
+
+
+def test_process_group_of_one_stage_is_refused(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        replicas = [dist.new_group([s + STAGES * p for p in range(PIPELINES)]) for s in range(2)]
+        with pipeline_of(ctx, schedule="1f1b", n_microbatches=1) as pipeline:
+            optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
+            group = replicas[ctx.rank % STAGES]
+            with pytest.raises(PolicyError) as caught:
+                GroupSync(pipeline, optimizer, "age", process_group=group, timeout=TIMEOUT)
+        return caught.value.wrong
+
+    for rank, wrong in enumerate(run_stages(4, work, tmp_path)):
+        first, stage = rank // STAGES * STAGES, rank % STAGES
+        ranks = f"the ranks [{first}, {first + 1}] in a process group of [{stage}, {stage + 2}]"
+        assert wrong == f"a Pipeline on {ranks}"

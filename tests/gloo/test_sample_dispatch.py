@@ -100,6 +100,19 @@ def test_fast_workers_get_more_samples_and_each_is_used_once(tmp_path: Path) -> 
     assert replay(tmp_path / "scheduler.jsonl") is None
 
 
+def test_second_dispatcher_continues_where_the_first_stopped(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[int]:
+        trainer = SampleTrainer(ctx, log=tmp_path)
+        with trainer.sync as sync:
+            trainer.train(num_chunks=2)
+            trainer.samples = SampleDispatcher(sync)
+            trainer.train()
+            return trainer.acknowledged
+
+    used = [position for found in run_replicas(3, work, tmp_path) for position in found]
+    assert_every_sample_once_per_epoch(used)
+
+
 def test_all_stages_of_a_pipeline_get_the_same_samples(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[int]:
         stage, pipeline = ctx.rank % 2, ctx.rank // 2

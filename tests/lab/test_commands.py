@@ -119,7 +119,7 @@ def test_demo_workers_are_slowed_by_the_scenario(folder: Path) -> None:
     Actions are compared one by one, since a pause of the machine is longer than many of them.
     """
     (folder / "s.toml").write_text('name = "s"\n[[slow]]\ndevice = "left"\nfactor = 20\n')
-    shape = ["--stages", "1", "--pipelines", "2", "--width", "64", "--blocks", "1"]
+    shape = ["--num-stages", "1", "--num-pipelines", "2", "--width", "64", "--blocks", "1"]
     program = [*POLYRHYTHM, "demo", *shape, "--steps", "4", "--out", "out"]
     # On a busy machine it takes up to a minute, mostly to import torch.
     done = lab(folder, "run", "pair.toml", "--scenario", "s.toml", "--", *program)

@@ -35,7 +35,7 @@ from polyrhythm.run.averaging.buffers import (
 )
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from polyrhythm.run.averaging.rendezvous import Rendezvous, check_timeout
-from polyrhythm.run.averaging.rounds import AverageTimings, GroupClient
+from polyrhythm.run.averaging.rounds import GroupClient
 from polyrhythm.run.averaging.strategies import (
     BalancedGradientAveraging,
     DecoupledModelAveraging,
@@ -44,7 +44,7 @@ from polyrhythm.run.averaging.strategies import (
     ServerAveraging,
     StaticAveraging,
 )
-from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, check_member
 from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sinks.jsonl import EventLog
@@ -53,7 +53,7 @@ from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.policies.local import OuterNesterov
 from polyrhythm.sync.setup import Setup
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import AverageTimings, Seconds, Worker
 
 # Of the timeout: the scheduler reports the missing workers before this worker's wait ends.
 _AVERAGE_ALL_SHARE = 0.9
@@ -95,12 +95,13 @@ class GroupSync:
         of `local`. `sampler_state`: the sample positions that a SampleDispatcher hands out, equal
         in all processes; only under policies with a scheduler.
 
-        Each stage of a Pipeline synchronises separately. Without a Pipeline every process of
-        `process_group` (default: the job) is a replica, unless `worker`, `num_stages` and
-        `num_pipelines` are given. `node` names the machine. `coordinator` and `keys`: address and
-        key file of a separate `polyrhythm coordinator`; by default the process of the first worker
-        hosts it. `timeout` bounds every wait for other workers. `log`: an event log, or a run
-        folder to create one in; the log of a Pipeline takes precedence.
+        `process_group` (default: the job) contains all stages and replicas. Each stage of a
+        Pipeline synchronises separately. Without a Pipeline every process is a replica, unless
+        `worker`, `num_stages` and `num_pipelines` are given. `node` names the machine.
+        `coordinator` and `keys`: address and key file of a separate `polyrhythm coordinator`; by
+        default the process of the first worker hosts it. `timeout` bounds every wait for other
+        workers. `log`: an event log, or a run folder to create one in; the log of a Pipeline takes
+        precedence.
 
         All workers start with the parameters and buffers of the first pipeline. `name`: a different
         one for each GroupSync of a job, the same in all its processes.
@@ -288,7 +289,7 @@ class GroupSync:
             raise PolicyError(
                 f"{self.worker} uses a GroupSync that is closed",
                 expected="close() after the last step, and after average_all()",
-                fix="close it later, or create a new GroupSync in all workers",
+                fix="close it later, or create a GroupSync with another name= in all workers",
             )
 
 
@@ -302,11 +303,20 @@ def _make_setup(
     **policy_args: Any,
 ) -> tuple[Setup, Worker]:
     """Return the setup of the job and this process's worker, by default from rank and size."""
+    check_member(process_group)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     world = dist.get_world_size(process_group) if dist.is_initialized() else 1
     if isinstance(model, Pipeline):
         num_stages = model.num_stages
         pipeline = rank // num_stages if worker is None else worker.pipeline
+        ranks = dist.get_process_group_ranks(process_group)
+        if worker is None and ranks[pipeline * num_stages :][:num_stages] != model.ranks:
+            raise PolicyError(
+                f"a Pipeline on the ranks {model.ranks} in a process group of {ranks}",
+                expected="all stages of all pipelines, each pipeline on consecutive ranks",
+                fix="omit process_group=, or set worker=; only DistributedOptimizer "
+                "takes the group of one stage's replicas",
+            )
         worker = Worker(model.stage, pipeline)
     num_stages = num_stages or 1
     if num_pipelines is None:  # the parameter server is not a replica

@@ -28,7 +28,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -60,7 +59,7 @@ from polyrhythm.sync.protocol import (
     Request,
     Skip,
 )
-from polyrhythm.types import Seconds
+from polyrhythm.types import AverageTimings, Seconds
 
 # Reached only without a scheduler, which sends Abort to a group that waits too long.
 _EXCHANGE_TIMEOUT: Seconds = 900.0
@@ -383,14 +382,6 @@ class Averager:
                 why=done.why,
                 values={"members": members, "bytes": done.mean.nbytes},
             )
-
-
-class AverageTimings(NamedTuple):
-    """Time spent on averages since the last query."""
-
-    waited: Seconds  # by training
-    exchange: Seconds  # the last one, from when all members were ready, waited for or not
-    num_members: int  # of the last exchange; 1 if there was none
 
 
 class GroupClient:

@@ -200,8 +200,19 @@ def replica_ranks(
     if group is None and num_stages == 1:
         group = dist.group.WORLD
     if group is not None:
+        check_member(group)
         return dist.get_process_group_ranks(group), group
     return list(range(dist.get_rank() % num_stages, dist.get_world_size(), num_stages)), None
+
+
+def check_member(group: dist.ProcessGroup | None) -> None:
+    """Refuse a `process_group=` that this process is not in."""
+    if dist.is_initialized() and dist.get_rank(group) < 0:
+        raise PolicyError(
+            f"process_group= without rank {dist.get_rank()}, which passes it",
+            expected="a process group that contains this process",
+            fix="pass the group that new_group() or DeviceMesh.get_group() returns in its members",
+        )
 
 
 def send(group: dist.ProcessGroup, tensor: Tensor, to: int, *, tag: int) -> None:

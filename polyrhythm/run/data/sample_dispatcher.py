@@ -26,7 +26,7 @@ class SampleDispatcher:
 
     def __init__(self, sync: GroupSync) -> None:
         """`sync` was made with a `sampler_state`, which must be equal in all processes."""
-        self._sync, self._num_acquired = sync, 0
+        self._sync = sync
         sync.sample_client()  # raises if it has no samples
 
     def acquire(self, number: int, count: int, until: int | None = None) -> SampleFuture[Ranges]:
@@ -42,13 +42,12 @@ class SampleDispatcher:
         """
         client = self._sync.sample_client()
         is_possible = 1 <= count <= MAX_CHUNK_SIZE and 0 <= (until or 0) <= MAX_POSITION
-        if not (is_possible and 0 <= number <= self._num_acquired):
+        if not (is_possible and 0 <= number <= client.num_acquired):
             raise PolicyError(
                 f"{self._sync.worker} asks for {count} positions before {until}, as chunk {number}",
-                expected=f"at least one position, and chunks in order: 0 to {self._num_acquired}",
-                fix=f"ask for chunk {self._num_acquired} next",
+                expected=f"at least one position, and chunks in order: 0 to {client.num_acquired}",
+                fix=f"ask for chunk {client.num_acquired} next",
             )
-        self._num_acquired = max(self._num_acquired, number + 1)
         return client.acquire(number, count, until, self._sync.timeout)
 
     def acknowledge(self, number: int) -> None:

@@ -65,7 +65,7 @@ from polyrhythm.sync.fusion.tuner import (
     BucketTuner,
     Space,
 )
-from polyrhythm.types import Seconds
+from polyrhythm.types import AverageTimings, Seconds
 
 _logger = logging.getLogger(__name__)
 
@@ -260,9 +260,9 @@ class DistributedOptimizer(Optimizer):
         """Wait until this worker has all parameters of the last step."""
         self._gradient_sync.wait_for_all()
 
-    def pop_timings(self) -> tuple[Seconds, Seconds]:
+    def pop_stats(self) -> AverageTimings:
         """Return, since the last call, the wait of training and the time of both collectives."""
-        return self._gradient_sync.pop_timings()
+        return AverageTimings(*self._gradient_sync.pop_timings(), self._replicas.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Gather the whole state, in torch's format; all workers call this together."""
@@ -293,6 +293,7 @@ class DistributedOptimizer(Optimizer):
         )
         return work.future  # every wait of the function has a timeout: a wait for it ends, too
 
+    pop_timings = RenamedAttribute("pop_stats()")
     state_later = RenamedAttribute("async_state_dict()")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -54,9 +54,9 @@ class GPTShape:
 class DemoConfig:
     """The model, its data, and how both are divided."""
 
-    stages: int = 2
+    num_stages: int = 2
     """Number of stages that the model is split into."""
-    pipelines: int = 2
+    num_pipelines: int = 2
     """Replicas of the whole pipeline."""
     steps: int = 200
     """Optimizer steps."""
@@ -103,7 +103,7 @@ class DemoConfig:
     @property
     def batch_size(self) -> int:
         """Sequences in a step, over all pipelines."""
-        return self.pipelines * self.microbatches * self.microbatch_size
+        return self.num_pipelines * self.microbatches * self.microbatch_size
 
     def save(self, path: Path) -> None:
         chosen = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
@@ -121,13 +121,13 @@ class DemoJob:
         _check(settings)
         plan = even_plan(
             num_layers=settings.shape.num_layers,
-            num_stages=settings.stages,
-            num_pipelines=settings.pipelines,
+            num_stages=settings.num_stages,
+            num_pipelines=settings.num_pipelines,
         )
         if settings.schedule != AUTO:
             num_microbatches = settings.microbatches
             spec = parse_schedule(settings.schedule)
-            schedule = spec.build(num_stages=settings.stages, num_microbatches=num_microbatches)
+            schedule = spec.build(num_stages=settings.num_stages, num_microbatches=num_microbatches)
             check(schedule, num_microbatches=num_microbatches)
         _check_sync(settings)
         return cls(settings=settings, plan=plan)
@@ -139,7 +139,7 @@ class DemoJob:
                 f"{num_processes} processes for {stages} stages x {pipelines} pipelines",
                 expected=f"{self.plan.num_workers} processes",
                 fix=f"use torchrun --nproc-per-node={self.plan.num_workers}, "
-                "or other --stages and --pipelines",
+                "or other --num-stages and --num-pipelines",
             )
 
     def save(self, run: Path) -> None:
@@ -149,7 +149,7 @@ class DemoJob:
 
 def _check(settings: DemoConfig) -> None:
     # Not in DemoConfig.__post_init__: the command line parser would wrap the message.
-    for name in ("stages", "pipelines", "steps", "microbatches", "microbatch_size"):
+    for name in ("num_stages", "num_pipelines", "steps", "microbatches", "microbatch_size"):
         if getattr(settings, name) < 1:
             raise _invalid(name, getattr(settings, name), "at least 1")
     if not 0 <= settings.seed < 2**31:
@@ -167,8 +167,8 @@ def _check_sync(settings: DemoConfig) -> None:
         if mode.policy is not None:
             Setup(
                 policy=mode.name,
-                num_stages=settings.stages,
-                num_pipelines=settings.pipelines,
+                num_stages=settings.num_stages,
+                num_pipelines=settings.num_pipelines,
                 options=options,
             )
     except PolicyError as error:

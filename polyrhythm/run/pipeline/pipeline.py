@@ -118,8 +118,8 @@ class Pipeline:
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
         )
-        ranks, self.stage = stage_ranks(process_group)
-        self.num_stages = len(ranks)
+        self.ranks, self.stage = stage_ranks(process_group)
+        self.num_stages = len(self.ranks)
         partition = as_partition(module, self.stage, self.num_stages)
         self.module = partition.module
         self.device = module_device(self.module, device)
@@ -132,7 +132,7 @@ class Pipeline:
         )
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self._last_header: BatchHeader | None = None  # of the latest batch
-        self._connections = self._connect(ranks, partition.wiring, options, pipeline)
+        self._connections = self._connect(partition.wiring, options, pipeline)
         self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
@@ -160,13 +160,13 @@ class Pipeline:
         self._runner = self._make_runner(options)
 
     def _connect(
-        self, ranks: Sequence[int], wiring: Wiring, options: PipelineOptions, pipeline: int
+        self, wiring: Wiring, options: PipelineOptions, pipeline: int
     ) -> Connections | None:
         """Connect all stages, which must have the same options; None for a single stage."""
         if self.num_stages == 1:
             return None
         connections = Connections(
-            ranks,
+            self.ranks,
             self.stage,
             wiring,
             device=self.device,

@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.averaging.rounds import AverageTimings
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncMode
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import AverageTimings, Seconds, Worker
 
 
 class NoSync:
@@ -134,7 +133,7 @@ class DecoupledStrategy(NoSync):
             self._distributed.clip_grad_norm_(self._clip)
 
     def pop_timings(self) -> AverageTimings:
-        return AverageTimings(*self._distributed.pop_timings(), self._num_pipelines)
+        return self._distributed.pop_stats()
 
     def synchronize(self) -> None:
         self._distributed.synchronize()
