@@ -145,6 +145,20 @@ def test_training_continues_while_a_slow_disk_writes(tmp_path: Path) -> None:
     assert "step 2 skipped: stage 0 was still writing" in first["warned"][0]
 
 
+@pytest.mark.parametrize("slow_stage", [0, 1])
+def test_a_stage_may_write_for_longer_than_the_timeout(slow_stage: int, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> bool:
+        part = sequential_stage(ctx.rank, ctx.world_size)
+        if ctx.rank == slow_stage:
+            write = save.write_tensors
+            save.write_tensors = lambda *args: (time.sleep(3), write(*args))[1]  # type: ignore[assignment]
+        with Checkpointer(tmp_path / "checkpoints", timeout=1.0) as it:
+            it.save(1, part.module)
+            return wait_for_save(it).is_saved
+
+    assert run_stages(2, work, tmp_path) == [True, True]
+
+
 def test_save_skipped_by_one_stage_is_skipped_by_all(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
 

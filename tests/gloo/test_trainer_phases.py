@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
 from polyrhythm.errors import LaunchError, PeerError
+from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer import sync_tuner
 from polyrhythm.sync.autoswitch import SwitchDecision
@@ -101,6 +102,21 @@ def test_lr_scheduler_continues_across_checkpoint_and_fits(
         assert made.restore() == 6
         parts += made.fit(max_steps=12).losses
     assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_lr_scheduler_that_cannot_be_saved_is_rejected_at_the_start(tmp_path: Path) -> None:
+    def schedule(optimizer: Any) -> LRScheduler:
+        lr_scheduler = MultiStepLR(optimizer, [4, 8])
+        lr_scheduler.owner = object()  # state_dict() contains every attribute
+        return lr_scheduler
+
+    seen: list[int] = []
+    with (
+        one_process_trainer(tmp_path, schedule, callbacks=[lambda end: seen.append(1)]) as made,
+        pytest.raises(CheckpointError, match=r"learning rate scheduler.*owner.*object"),
+    ):
+        made.fit(max_steps=3)
+    assert not seen, "no step is trained that could not be saved"
 
 
 def test_save_during_fit_is_rejected(tmp_path: Path) -> None:

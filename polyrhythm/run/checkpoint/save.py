@@ -123,7 +123,9 @@ def _follow(snapshot: StageSnapshot, context: SaveContext) -> str:
     """On the other stages: write the file and report it; return the decision of stage 0."""
     store, name, members = context.store, snapshot.name, context.members
     why: str = store.receive(f"{name}/begin", members.leader, members)
-    store.publish(f"{name}/part", why or _write(snapshot, context), members, as_type=_Report)
+    with store.heartbeats(f"{name}/part", members):
+        part = why or _write(snapshot, context)
+    store.publish(f"{name}/part", part, members, as_type=_Report)
     decided: str = store.receive(f"{name}/end", members.leader, members)
     return decided
 

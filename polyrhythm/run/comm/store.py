@@ -153,7 +153,14 @@ class JobStore:
         with peer_errors(_STORE, f"reading {name}"):
             return decode(self._backend.get(key), None) if self._backend.check([key]) else None
 
-    def check_consistent(self, name: str, settings: Mapping[str, Any], members: Members) -> None:
+    def check_consistent(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        members: Members,
+        *,
+        fix: str = "use the same arguments, dataset and seed everywhere",
+    ) -> None:
         """Reject settings that differ from the leader's; raises LaunchError on all members."""
         own = {key: str(value) for key, value in settings.items()}
         leaders, *others = self.all_gather_object(name, own, members)
@@ -165,7 +172,7 @@ class JobStore:
                         f"{self.name_of(rank)} has {key}={here}, and "
                         f"{self.name_of(members.leader)} has {key}={there}",
                         expected="the same in every process of the job",
-                        fix="use the same arguments, dataset and seed everywhere",
+                        fix=fix,
                     )
 
     def run_on_leader(
@@ -180,7 +187,7 @@ class JobStore:
         if self.rank != members.leader:
             return self.receive(name, members.leader, members, as_type=as_type)
         try:
-            with self._heartbeats(self._key(name, self.rank, members)):
+            with self.heartbeats(name, members):
                 value = function()
         except Exception as error:
             self.fail(name, error, members)
@@ -279,9 +286,9 @@ class JobStore:
             pause = min(2 * pause, _LONGEST_POLL)
 
     @contextmanager
-    def _heartbeats(self, key: str) -> Iterator[None]:
-        """Send heartbeats, from a thread while this one computes."""
-        is_done = threading.Event()
+    def heartbeats(self, name: str, members: Members) -> Iterator[None]:
+        """Send heartbeats from a thread, while this one prepares the value to publish as `name`."""
+        key, is_done = self._key(name, self.rank, members), threading.Event()
         with peer_errors(_STORE, "sending a heartbeat"):
             self._backend.add(f"{key}/heartbeats", 1)  # now: others may have waited for long
 

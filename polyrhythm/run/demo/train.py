@@ -41,7 +41,8 @@ def train(ctx: DistContext, job: DemoJob, text: ByteText, run_dir: Path | None) 
             name_of=lambda rank: str(plan.worker(rank)),
         )
         members = Members(tuple(range(ctx.world_size)))
-        store.check_consistent("the text", {"text digest": text.digest}, members)  # Pythons differ
+        fix = "pass the same file as --text on all machines, or use the same Python there"
+        store.check_consistent("the text", {"text digest": text.digest}, members, fix=fix)
         folder = store.broadcast_object("the run folder", str(run_dir), members)
         with Trainer(
             lambda: build_layers(

@@ -101,6 +101,8 @@ class TrainProgress:
                 group |= values
             for group, rate in zip(groups, lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
+        if config.run_dir is not None:  # refused now, not at the first save
+            encode_state(lr_scheduler.state_dict(), _LR_STATE)
         return lr_scheduler
 
     def restore(self, manifest: Manifest) -> DatasetState | None:
