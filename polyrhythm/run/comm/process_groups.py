@@ -149,17 +149,13 @@ def job_mesh(
     num_pipelines: int,
     num_stages: int,
     *,
-    ranks: Sequence[int] | None = None,
     device_type: str = "cpu",
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     timeout: Seconds = DEFAULT_TIMEOUT,
 ) -> DeviceMesh:
     """Return the job's mesh: pipelines along "dp", the stages of each along "pp".
 
-    `ranks` are those of the workers, pipeline by pipeline, by default in order, as plans number
-    them. With `groups`, this process's along "dp" and "pp", nothing is sent; otherwise all workers
-    call this together, and torch connects each row and each column. Raises LaunchError unless every
-    pipeline has every stage: otherwise there is no rectangular mesh.
+    Every `num_stages` consecutive ranks make one pipeline, as plans number them. All processes call
+    this together, and torch connects each row and each column.
     """
     if not dist.is_initialized():
         raise LaunchError(
@@ -167,27 +163,24 @@ def job_mesh(
             expected="an initialised torch.distributed",
             fix="start several processes, with torchrun or polyrhythm train",
         )
-    ranks = range(dist.get_world_size()) if ranks is None else ranks
-    if len(ranks) != num_pipelines * num_stages or dist.get_rank() not in ranks:
+    if (world := dist.get_world_size()) != num_pipelines * num_stages:
         raise LaunchError(
-            f"ranks {list(ranks)} for a mesh of {num_pipelines} pipelines x {num_stages} stages",
-            expected=f"{num_pipelines * num_stages} ranks, also rank {dist.get_rank()}",
+            f"{world} processes for a mesh of {num_pipelines} pipelines x {num_stages} stages",
+            expected=f"{num_pipelines * num_stages} processes",
             fix="use the numbers of the job's plan: all its pipelines have all stages",
         )
-    layout = torch.tensor(ranks).view(num_pipelines, num_stages)
-    if groups is None:
-        pipeline, stage = divmod(list(ranks).index(dist.get_rank()), num_stages)
-        with peer_errors("another process", "making the groups of the job's mesh"):
-            column, row = (
-                dist.new_group(
-                    members.tolist(),
-                    timeout=timedelta(seconds=timeout),
-                    use_local_synchronization=True,
-                )
-                for members in (layout[:, stage], layout[pipeline])
+    layout = torch.arange(world).view(num_pipelines, num_stages)
+    pipeline, stage = divmod(dist.get_rank(), num_stages)
+    with peer_errors("another process", "making the groups of the job's mesh"):
+        groups = [
+            dist.new_group(
+                members.tolist(),
+                timeout=timedelta(seconds=timeout),
+                use_local_synchronization=True,
             )
-        groups = column, row
-    return DeviceMesh.from_group(list(groups), device_type, layout, mesh_dim_names=("dp", "pp"))
+            for members in (layout[:, stage], layout[pipeline])
+        ]
+    return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=("dp", "pp"))
 
 
 def replica_ranks(
