@@ -27,16 +27,27 @@ MAX_SMALL_MODULES = 10
 MAX_BODY_LINES = 60
 MAX_DUPLICATE_CLASSES = 5
 
-# Unpickling runs code that whoever wrote the bytes has chosen.
-PICKLE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"}
-# Of torch.distributed and its parts: what they receive or read is pickled.
-TORCH_UNPICKLES = {
-    "FileSystemReader", "all_gather_object", "broadcast_object_list", "gather_object",
-    "recv_object_list", "scatter_object_list", "send_object_list",
+# Unpickling runs code that whoever wrote the bytes has chosen. These modules do little else;
+# a checkpoint of torch.distributed has a pickled index.
+PICKLE_MODULES = {
+    "pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve",
+    "multiprocessing.managers", "multiprocessing.pool", "multiprocessing.queues",
+    "multiprocessing.reduction", "torch.distributed.checkpoint", "torch.distributed.rpc",
+    "torch.hub", "torch.multiprocessing", "torch.package",
 }  # fmt: skip
-UNPICKLING_METHODS = {"recv_pyobj"}  # of a zmq socket
+# By the last part of the name: of torch.distributed, and of multiprocessing or a context of it.
+OBJECT_COLLECTIVES = {
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
+    "scatter_object_list", "send_object_list", "_tensor_to_object",
+}  # fmt: skip
+PROCESS_QUEUES = {"JoinableQueue", "Manager", "Pool", "ProcessPoolExecutor", "Queue", "SimpleQueue"}
+THREAD_QUEUES = ("queue.", "asyncio.", "multiprocessing.dummy.")
+UNPICKLING_METHODS = {"read_pickle", "recv_pyobj"}  # of pandas, and of a zmq socket
 # Converts checkpoints of earlier versions, which were pickled, when a user asks for it by name.
 UNPICKLES_BY_REQUEST = "polyrhythm/run/checkpoint/legacy.py"
+# Numba's cache of machine code is pickled; one place turns it on. It comes from no other machine,
+# and who can write into its folder can run code anyway. `files_passed.py` counts its reads.
+ALLOWED_CACHE = ("polyrhythm/jit.py", "numba.njit(cache=True)")
 
 # Words that have a counterpart which PyTorch users search for: no name may contain them.
 REPLACED_NAMES = {
@@ -200,47 +211,76 @@ def _bodies_row() -> Row:
 def _unpickling_row() -> Row:
     found = []
     for path, tree in _trees(PACKAGE):
-        if path != UNPICKLES_BY_REQUEST:
-            found += [f"{path}:{line}: {what}" for line, what in _unpickling(tree)]
+        for line, what in _unpickling(tree):
+            if path != UNPICKLES_BY_REQUEST and (path, what) != ALLOWED_CACHE:
+                found.append(f"{path}:{line}: {what}")
     return "places that unpickle", str(len(found)), "0", not found, found
 
 
-def _unpickling(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    modules = dict[str, str]()  # by the name that the file gives them
+def _unpickling(tree: ast.Module) -> list[tuple[int, str]]:
+    """Return lines and full names of what unpickles, whatever name the file gives it."""
+    found = set[tuple[int, str]]()
+    full_names = dict[str, str]()  # by the name that the file gives them
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
-                modules[alias.asname or alias.name] = alias.name
-                if alias.name in PICKLE_MODULES:
-                    yield node.lineno, f"import {alias.name}"
-        elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            for alias in node.names:
-                modules[alias.asname or alias.name] = f"{module}.{alias.name}"
-                from_torch = module.startswith("torch.distributed")
-                if module in PICKLE_MODULES or (from_torch and alias.name in TORCH_UNPICKLES):
-                    yield node.lineno, f"from {module} import {alias.name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in TORCH_UNPICKLES:
-            owner = ast.unparse(node.value)
-            if modules.get(owner, owner).startswith("torch.distributed"):
-                yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            yield from _unpickling_call(node, node.func)
+                full_name = module + alias.name
+                if alias.asname or module:
+                    full_names[alias.asname or alias.name] = full_name
+                if _is_unpickler(full_name):
+                    found.add((node.lineno, f"import {full_name}"))
+    safe = set[ast.expr]()  # functions that are named in a call which does not unpickle
+    for node in ast.walk(tree):  # a call comes before its function
+        if isinstance(node, ast.Call):
+            name = _full_name(node.func, full_names)
+            found.update((node.lineno, what) for what in _unpickling_call(node, name))
+            if name in ("numpy.load", "torch.load"):
+                safe.add(node.func)
+        elif isinstance(node, ast.Attribute | ast.Name) and node not in safe:
+            name = _full_name(node, full_names)
+            if _is_unpickler(name) or name in ("numpy.load", "torch.load"):
+                found.add((node.lineno, name))
+    return sorted(found)
 
 
-def _unpickling_call(call: ast.Call, function: ast.Attribute) -> Iterator[tuple[int, str]]:
+def _full_name(node: ast.expr, full_names: dict[str, str]) -> str:
+    """Return `torch.load` for `t.load` after `import torch as t`."""
+    if isinstance(node, ast.Attribute):
+        name = f"{_full_name(node.value, full_names)}.{node.attr}"
+    else:
+        name = full_names.get(node.id, node.id) if isinstance(node, ast.Name) else ast.unparse(node)
+    return "torch.load" if name == "torch.serialization.load" else name
+
+
+def _is_unpickler(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    if any(f"{name}.".startswith(f"{pickler}.") for pickler in PICKLE_MODULES):
+        return True
+    if last in PROCESS_QUEUES:
+        return bool(module) and not name.startswith(THREAD_QUEUES)
+    is_collective = module.startswith("torch.distributed") and last in OBJECT_COLLECTIVES
+    return is_collective or last in UNPICKLING_METHODS
+
+
+def _unpickling_call(call: ast.Call, name: str) -> Iterator[str]:
+    """Yield what a call does by its arguments; `name` is the function's."""
     keywords = {word.arg: ast.unparse(word.value) for word in call.keywords}
-    text = ast.unparse(function)
-    if text == "torch.load" and keywords.get("weights_only") != "True":
-        yield call.lineno, "torch.load without weights_only=True"
-    if keywords.get("allow_pickle", "False") != "False":
-        yield call.lineno, f"{text}(allow_pickle={keywords['allow_pickle']})"
+    last = name.rpartition(".")[2]
+    if name == "torch.load" and keywords.get("weights_only") != "True":
+        yield "torch.load without weights_only=True"
+    if name == "numpy.load" and (len(call.args) > 2 or None in keywords):
+        yield "numpy.load with arguments that may be allow_pickle=True"
+    for word in ("allow_pickle", "cache"):
+        if keywords.get(word, "False") != "False" and (word != "cache" or "numba" in name):
+            yield f"{name}({word}={keywords[word]})"
     # A socket's recv takes a size or flags; a multiprocessing connection's takes nothing.
-    if function.attr in UNPICKLING_METHODS or (
-        function.attr == "recv" and not call.args and not call.keywords
-    ):
-        yield call.lineno, f"{text}()"
+    if last == "recv" and not call.args and not call.keywords:
+        yield f"{name}()"
+    if last in ("import_module", "__import__") and call.args:
+        imported = call.args[0]
+        if isinstance(imported, ast.Constant) and _is_unpickler(str(imported.value)):
+            yield f"{name}({imported.value!r})"
 
 
 def _imported_modules(tree: ast.Module) -> set[str]:
