@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from structure import PACKAGE, ROOT, Row, print_rows
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
@@ -51,12 +51,13 @@ UNPICKLERS = {"_pickle", "pickle", "torch._weights_only_unpickler"}
 class Recorder:
     """Records files of the package, or calls that unpickle, in this process and its children.
 
-    Every process has a byte of a shared page as its switch; a forked child has its parent's.
+    Every process has a byte of a shared page as its switch; a forked child has its parent's. Each
+    measure has a recorder of its own: a recorder reports a file once per process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._switches = mmap.mmap(-1, mmap.PAGESIZE)  # shared with forked processes
-        self._switch = 0
+        self._switch = -1  # the last byte, until a worker selects its own
         self._seen = set[str]()
         self._found = os.open(folder / "found", os.O_CREAT | os.O_APPEND | os.O_RDWR)
         self._package = f"{ROOT / PACKAGE}{os.sep}"
@@ -116,7 +117,7 @@ def _caller(frame: FrameType) -> str:
     return f"{ours[-1] if ours else stack[0]} -> {stack[-1].rpartition('/')[2]}"
 
 
-def measure_step(recorder: Recorder, folder: Path) -> Row:
+def measure_step(recorder: Recorder, folder: Path) -> list[Row]:
     """Run one training step of 2 stages x 2 pipelines in mode `decoupled`, without a save."""
 
     def switch(end: Any) -> None:
@@ -131,13 +132,15 @@ def measure_step(recorder: Recorder, folder: Path) -> Row:
     _run(work, NUM_STAGES * NUM_PIPELINES, folder)
     files = recorder.found()
     name = f"files a training step passes ({NUM_STAGES} x {NUM_PIPELINES} decoupled)"
-    return name, str(len(files)), f"<= {MAX_STEP_FILES}", 0 < len(files) <= MAX_STEP_FILES, files
+    is_met = 0 < len(files) <= MAX_STEP_FILES
+    return [(name, str(len(files)), f"<= {MAX_STEP_FILES}", is_met, files)]
 
 
-def measure_average(recorder: Recorder, folder: Path) -> Row:
+def measure_average(recorder: Recorder, folder: Path) -> list[Row]:
     """Run one average in mode `adaptive`, from request to commit: workers and coordinator."""
 
     def work(ctx: DistContext) -> None:
+        recorder.select(ctx.rank)
         with ctx.process_group(WAIT_TIMEOUT):
             model = nn.Linear(4, 4)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -146,28 +149,36 @@ def measure_average(recorder: Recorder, folder: Path) -> Row:
                     optimizer.zero_grad()
                     model(torch.ones(4)).sum().backward()
                     optimizer.step()
-                    _record_together(recorder, step, sync.step)
+                    dist.barrier()  # all workers ask for an average at the same time
+                    if step == MEASURED_STEP:
+                        _record_average(recorder, model.weight, sync.step)
+                    else:
+                        sync.step()
 
     _run(work, NUM_REPLICAS, folder)
     files = recorder.found()
     name = f"files a group average passes ({NUM_REPLICAS} workers, adaptive)"
     is_met = 0 < len(files) <= MAX_AVERAGE_FILES
-    return name, str(len(files)), f"<= {MAX_AVERAGE_FILES}", is_met, files
+    return [(name, str(len(files)), f"<= {MAX_AVERAGE_FILES}", is_met, files)]
 
 
-def _record_together(recorder: Recorder, step: int, average: Callable[[], None]) -> None:
-    """Let all workers ask for an average at the same time, and record it in all processes."""
+def _record_average(recorder: Recorder, weight: Tensor, average: Callable[[], None]) -> None:
+    """Record one average in all processes; fail unless a group commits it meanwhile."""
+    weight.data.fill_(2.0 ** dist.get_rank())  # the mean of a group is none of its members' values
+    before = weight.detach().clone()
     dist.barrier()
-    if step == MEASURED_STEP:
-        recorder.set(FILES)
-        dist.barrier()
+    recorder.set(FILES)
+    dist.barrier()
     average()
-    if step == MEASURED_STEP:
-        dist.barrier()
-        recorder.set(OFF)
+    has_changed = torch.tensor(float(not weight.equal(before)))
+    dist.barrier()
+    recorder.set(OFF)
+    dist.all_reduce(has_changed)
+    if not has_changed:
+        sys.exit("no group average was committed while it was recorded")
 
 
-def measure_unpickling(recorder: Recorder, folder: Path) -> Row:
+def measure_unpickling(recorder: Recorder, folder: Path) -> list[Row]:
     """Train, save, restore in new processes, and average in groups, always with 4 processes."""
 
     def work(ctx: DistContext, *, sync: str, steps: int) -> None:
@@ -178,14 +189,13 @@ def measure_unpickling(recorder: Recorder, folder: Path) -> Row:
             trainer.fit(max_steps=steps)
             trainer.evaluate(_samples())
 
-    recorder.select(0)
     recorder.set(UNPICKLING)
     for sync, steps in (("decoupled", 6), ("adaptive", 12), ("auto", 16)):
         _run(partial(work, sync=sync, steps=steps), NUM_STAGES * NUM_PIPELINES, folder)
     recorder.set(OFF)
     calls = recorder.found()
     name = "places that unpickle while 4 processes join, train, save, restore"
-    return name, str(len(calls)), "0", not calls, calls
+    return [(name, str(len(calls)), "0", not calls, calls)]
 
 
 def _trainer(**options: Any) -> Trainer:
@@ -218,7 +228,7 @@ def _run(work: Callable[[DistContext], None], num_processes: int, folder: Path) 
             sys.exit(f"a job of {num_processes} processes runs longer than {JOB_TIMEOUT:g} s")
 
 
-MEASURES: dict[str, Callable[[Recorder, Path], Row]] = {
+MEASURES: dict[str, Callable[[Recorder, Path], list[Row]]] = {
     "step": measure_step,
     "average": measure_average,
     "unpickling": measure_unpickling,
@@ -232,11 +242,11 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        recorder = Recorder(Path(folder))
-        recorder.install()
         for name in options.measures or MEASURES:
             (Path(folder) / name).mkdir()
-            rows.append(MEASURES[name](recorder, Path(folder) / name))
+            recorder = Recorder(Path(folder) / name)
+            recorder.install()
+            rows += MEASURES[name](recorder, Path(folder) / name)
         sys.setprofile(None)
     if not options.list:
         rows = [(*row[:4], [] if row[3] else row[4]) for row in rows]

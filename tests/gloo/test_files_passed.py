@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from polyrhythm.errors import WorkerError
 from polyrhythm.processes import Child
 from polyrhythm.schedule.spec import ScheduleSpec
 
@@ -127,3 +128,41 @@ def test_every_kind_of_unpickling_is_found(
 
 def pickle_only() -> None:
     pickle.dumps({"a": 1})
+
+
+def test_new_recorder_reports_files_of_an_earlier_one(tool: ModuleType, tmp_path: Path) -> None:
+    before, found = sys.getprofile(), []
+    try:
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            recorder = tool.Recorder(tmp_path / name)
+            recorder.install()
+            recorder.set(tool.FILES)
+            parse()
+            recorder.set(tool.OFF)
+            found.append("schedule/spec.py" in recorder.found())
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)
+    assert found == [True, True]
+
+
+@pytest.fixture
+def small_average(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "NUM_REPLICAS", 2)
+    monkeypatch.setattr(tool, "MEASURED_STEP", 2)
+
+
+@pytest.mark.usefixtures("small_average")
+def test_average_is_measured(tool: ModuleType, recorder: Any, tmp_path: Path) -> None:
+    ((_, _, _, _, files),) = tool.measure_average(recorder, tmp_path)
+    assert {"run/averaging/rounds.py", "run/coordinator/server.py"} <= set(files)
+
+
+@pytest.mark.usefixtures("small_average")
+def test_window_without_a_commit_is_rejected(
+    tool: ModuleType, recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool.GroupSync, "step", lambda self: None)
+    with pytest.raises(WorkerError, match="no group average was committed"):
+        tool.measure_average(recorder, tmp_path)
