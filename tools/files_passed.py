@@ -1,8 +1,8 @@
 """Print what running jobs show of the structure, and fail when a bar is missed.
 
 `make structure`: how many files of the package one training step and one group average pass, and
-how often anything is unpickled while jobs train, save, restore and join. A profile function runs
-in every thread of every process: it is set before the first fork, and processes inherit it.
+how often anything is unpickled while jobs train, save, restore, plan and join. A profile function
+runs in every thread of every process: it is set before the first fork, and processes inherit it.
 
     python tools/files_passed.py [--list] [step] [average] [unpickling]
 """
@@ -11,11 +11,14 @@ import argparse
 import mmap
 import os
 import pickle
+import queue
 import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,13 +29,23 @@ import torch.distributed as dist
 from structure import PACKAGE, ROOT, Row, print_rows
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import IterableDataset, TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.coordinator.keys import JobKeys
+from polyrhythm.run.coordinator.server import Coordinator
+from polyrhythm.run.coordinator.sessions import PROTOCOL, Hello
 from polyrhythm.run.trainer.config import CheckpointConfig
+from polyrhythm.run.trainer.rank_assignment import DEVICE
+from polyrhythm.run.trainer.run_dir import PLAN
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sync.protocol import Assign, Commit, CopyFrom, Done, Ready
+from polyrhythm.sync.setup import Setup
+from polyrhythm.types import Worker
 
 MAX_STEP_FILES = 30
 MAX_AVERAGE_FILES = 18
@@ -41,11 +54,17 @@ MEASURED_STEP = 20
 NUM_PIPELINES, NUM_STAGES = 2, 2
 NUM_REPLICAS = 8  # of the group average
 JOB_TIMEOUT = 60.0
+PLAN_TIMEOUT = 300.0  # of a job that plans: on a new machine it compiles the planner first
 WAIT_TIMEOUT = 30.0  # of every wait inside a job
 OFF, FILES, UNPICKLING = range(3)
 
 # By name, since a builtin is known by its name only: load of _pickle, loads, Unpickler.load ...
 UNPICKLERS = {"_pickle", "pickle", "torch._weights_only_unpickler"}
+# Counted on their own: Numba's cache of the planner's inner loops, and constants in that machine
+# code, are pickled. They come from no other machine, but from a folder beside the package's
+# bytecode (or in the home folder, or NUMBA_CACHE_DIR): who writes there can run code anyway.
+NUMBA_CACHE = {"numba.core.caching", "numba.core.serialize"}
+BY_NUMBA = "Numba: "
 
 
 class Recorder:
@@ -90,16 +109,20 @@ class Recorder:
                     self._write(path.removeprefix(self._package))
         elif recording == UNPICKLING:
             if event == "c_call":
-                module, name = _module_of(arg), arg.__name__
+                module, name, caller = _module_of(arg), arg.__name__, frame
             elif event == "call":
-                module, name = frame.f_globals.get("__name__"), frame.f_code.co_name
+                module, name, caller = _module(frame), frame.f_code.co_name, frame.f_back
             else:
                 return
             if module in UNPICKLERS and name in ("load", "loads"):
-                self._write(_caller(frame))
+                self._write(BY_NUMBA * (_module(caller) in NUMBA_CACHE) + _caller(frame))
 
     def _write(self, line: str) -> None:
         os.write(self._found, f"{line}\n".encode())
+
+
+def _module(frame: FrameType | None) -> str | None:
+    return frame and frame.f_globals.get("__name__")
 
 
 def _module_of(builtin: Any) -> str | None:
@@ -126,7 +149,9 @@ def measure_step(recorder: Recorder, folder: Path) -> list[Row]:
 
     def work(ctx: DistContext) -> None:
         recorder.select(ctx.rank)
-        with _trainer(sync="decoupled", callbacks=[switch], run_dir=folder / "run") as trainer:
+        with _trainer(
+            _samples(), sync="decoupled", callbacks=[switch], run_dir=folder / "run"
+        ) as trainer:
             trainer.fit(max_steps=MEASURED_STEP + 5)
 
     _run(work, NUM_STAGES * NUM_PIPELINES, folder)
@@ -179,37 +204,142 @@ def _record_average(recorder: Recorder, weight: Tensor, average: Callable[[], No
 
 
 def measure_unpickling(recorder: Recorder, folder: Path) -> list[Row]:
-    """Train, save, restore in new processes, and average in groups, always with 4 processes."""
-
-    def work(ctx: DistContext, *, sync: str, steps: int) -> None:
-        with _trainer(
-            sync=sync, run_dir=folder / "run", checkpoint=CheckpointConfig(every=4)
-        ) as trainer:
-            trainer.restore()
-            trainer.fit(max_steps=steps)
-            trainer.evaluate(_samples())
-
+    """Run the jobs of UNPICKLING_JOBS in 4 processes each, which inherit the parent's switch."""
     recorder.set(UNPICKLING)
-    for sync, steps in (("decoupled", 6), ("adaptive", 12), ("auto", 16)):
-        _run(partial(work, sync=sync, steps=steps), NUM_STAGES * NUM_PIPELINES, folder)
+    for job in UNPICKLING_JOBS:
+        (folder / job.__name__).mkdir()
+        job(folder / job.__name__)
     recorder.set(OFF)
     calls = recorder.found()
-    name = "places that unpickle while 4 processes join, train, save, restore"
-    return [(name, str(len(calls)), "0", not calls, calls)]
+    by_numba = [call for call in calls if call.startswith(BY_NUMBA)]
+    others = [call for call in calls if not call.startswith(BY_NUMBA)]
+    name = "places that unpickle while 4 processes plan, join, train, save, restore"
+    return [
+        (name, str(len(others)), "0", not others, others),
+        ("besides, places where Numba reads its own cache", str(len(by_numba)), "", True, by_numba),
+    ]
 
 
-def _trainer(**options: Any) -> Trainer:
+def train_on_samples(folder: Path) -> None:
+    _train_and_restore(folder, _samples, syncs=("decoupled", "adaptive", "auto"))
+
+
+def train_on_stream(folder: Path) -> None:
+    _train_and_restore(folder, Stream, syncs=("decoupled", "adaptive", "auto"))
+
+
+def train_with_auto_plan(folder: Path) -> None:
+    """Processes measure devices and network, as on four machines; a second job reads the plan."""
+    _train_and_restore(folder, Stream, syncs=("auto", "auto"), plan="auto", timeout=PLAN_TIMEOUT)
+    if not (folder / "run" / PLAN).exists():
+        sys.exit("no plan was made")
+
+
+def _train_and_restore(
+    folder: Path,
+    make_dataset: Callable[[], Any],
+    *,
+    syncs: Sequence[str],
+    timeout: float = JOB_TIMEOUT,
+    **options: Any,
+) -> None:
+    """Run one job after the other; each continues from the checkpoint of the job before."""
+
+    def work(ctx: DistContext, *, sync: str, number: int) -> None:
+        os.environ[DEVICE] = f"host{ctx.rank}"
+        dataset = make_dataset()
+        with _trainer(
+            dataset,
+            sync=sync,
+            run_dir=folder / "run",
+            checkpoint=CheckpointConfig(every=4),
+            lr_scheduler_fn=partial(CosineAnnealingLR, T_max=20),
+            **options,
+        ) as trainer:
+            has_restored = trainer.restore() > 0
+            trainer.fit(max_steps=6 * number)
+            trainer.evaluate(_samples())
+            has_resumed = getattr(dataset, "has_resumed", has_restored)
+            if not has_restored == has_resumed == (number > 1):
+                sys.exit(f"job {number}: {has_restored=}, {has_resumed=}")
+
+    for number, sync in enumerate(syncs, 1):
+        job = partial(work, sync=sync, number=number)
+        _run(job, NUM_STAGES * NUM_PIPELINES, folder, timeout)
+
+
+def join_late(folder: Path) -> None:
+    """Let all workers of a coordinator average, then one of them restart and join the running job.
+
+    Without a Trainer: the coordinator accepts a worker that joins late, a Trainer refuses it.
+    """
+    keys, num_workers = JobKeys.new(), NUM_STAGES * NUM_PIPELINES
+    setup = Setup(policy="all_reduce", num_stages=1, num_pipelines=num_workers)
+    averaged = [f"rank {rank} has averaged" for rank in range(num_workers)]
+
+    def work(ctx: DistContext) -> None:
+        store = ctx.with_store(WAIT_TIMEOUT).store
+        assert store is not None, "with_store opens it"
+        worker = Worker(0, ctx.rank)
+        with ExitStack() as undo:
+            if ctx.rank == 0:
+                coordinator = Coordinator(setup, bind="tcp://127.0.0.1:0", keys=keys.server_keys)
+                store.set("address", undo.enter_context(coordinator).address)
+
+            def join(incarnation: int) -> tuple[CoordinatorClient, queue.SimpleQueue[Any]]:
+                commands = queue.SimpleQueue[Any]()
+                client = CoordinatorClient(
+                    store.get("address").decode(),
+                    keys.client_keys,
+                    Hello(PROTOCOL, worker, "here", 0, incarnation, setup.text, ()),
+                    on_command=commands.put,
+                    on_failure=commands.put,
+                )
+                undo.callback(client.close)
+                client.join(WAIT_TIMEOUT)
+                return client, commands
+
+            client, commands = join(incarnation=1)
+            client.send(Ready(worker, 1, 1))
+            client.send(Done(worker, _wait_for(Assign, commands).gid, True, 1))
+            _wait_for(Commit, commands)
+            store.set(averaged[ctx.rank], "")
+            store.wait(averaged)
+            if ctx.rank == num_workers - 1:
+                client.close(leave=False)
+                _, commands = join(incarnation=2)
+                _wait_for(CopyFrom, commands)
+                store.set("rejoined", "")
+            store.wait(["rejoined"])
+
+    _run(work, num_workers, folder)
+
+
+def _wait_for(kind: type, commands: queue.SimpleQueue[Any]) -> Any:
+    """Return the next command of this kind; skip others, raise a failure."""
+    deadline = time.monotonic() + WAIT_TIMEOUT
+    while True:
+        command = commands.get(timeout=max(0.0, deadline - time.monotonic()))
+        if isinstance(command, Exception):
+            raise command
+        if isinstance(command, kind):
+            return command
+
+
+UNPICKLING_JOBS = (train_on_samples, train_on_stream, train_with_auto_plan, join_late)
+
+
+def _trainer(dataset: Any, **options: Any) -> Trainer:
     plan = Plan(layers_per_stage=(2, 3), pipelines=(PipelinePlan(),) * NUM_PIPELINES)
     return Trainer(
         _model,
         mse_loss,
         partial(torch.optim.AdamW, lr=1e-2),
-        _samples(),
+        dataset,
         batch_size=16,
         microbatch_size=2,
-        plan=plan,
         timeout=WAIT_TIMEOUT,
-        **options,
+        **{"plan": plan, **options},
     )
 
 
@@ -222,10 +352,35 @@ def _samples() -> TensorDataset:
     return TensorDataset(torch.randn(64, 8), torch.randn(64, 4))
 
 
-def _run(work: Callable[[DistContext], None], num_processes: int, folder: Path) -> None:
+class Stream(IterableDataset[Any]):
+    """Endless samples; knows whether it has resumed from the state of another process."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self.has_resumed = False
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            values = torch.randn(12, generator=self._generator)
+            yield values[:8], values[8:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": ("process", os.getpid()), "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+        self.has_resumed |= state["of"] != ("process", os.getpid())
+
+
+def _run(
+    work: Callable[[DistContext], None],
+    num_processes: int,
+    folder: Path,
+    timeout: float = JOB_TIMEOUT,
+) -> None:
     with LocalJob(work, num_processes, output_folder=folder / "logs") as job:
-        if not job.wait(JOB_TIMEOUT):
-            sys.exit(f"a job of {num_processes} processes runs longer than {JOB_TIMEOUT:g} s")
+        if not job.wait(timeout):
+            sys.exit(f"a job of {num_processes} processes runs longer than {timeout:g} s")
 
 
 MEASURES: dict[str, Callable[[Recorder, Path], list[Row]]] = {

@@ -147,6 +147,17 @@ def test_new_recorder_reports_files_of_an_earlier_one(tool: ModuleType, tmp_path
     assert found == [True, True]
 
 
+def test_reads_of_numbas_cache_are_counted_apart(tool: ModuleType, recorder: Any) -> None:
+    from numba.core.serialize import _numba_unpickle
+
+    recorder.set(tool.UNPICKLING)
+    _numba_unpickle(0, pickle.dumps(1), b"a key of this test")
+    unpickle_plainly()
+    recorder.set(tool.OFF)
+    by_numba = [call.startswith(tool.BY_NUMBA) for call in recorder.found()]
+    assert sorted(by_numba) == [False, True]
+
+
 @pytest.fixture
 def small_average(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "NUM_REPLICAS", 2)
@@ -166,3 +177,40 @@ def test_window_without_a_commit_is_rejected(
     monkeypatch.setattr(tool.GroupSync, "step", lambda self: None)
     with pytest.raises(WorkerError, match="no group average was committed"):
         tool.measure_average(recorder, tmp_path)
+
+
+def test_unpickled_dataset_state_is_counted(
+    tool: ModuleType, recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = tool.Stream.load_state_dict
+    monkeypatch.setattr(
+        tool.Stream, "load_state_dict", lambda *args: (unpickle_plainly(), load(*args))
+    )
+    monkeypatch.setattr(tool, "UNPICKLING_JOBS", (tool.train_on_stream,))
+    (_, number, _, is_met, found), _ = tool.measure_unpickling(recorder, tmp_path)
+    assert (number, is_met) == ("1", False)
+    assert "unpickle_plainly" in found[0]
+
+
+def test_unpickled_message_to_a_late_worker_is_counted(
+    tool: ModuleType, recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for = tool._wait_for
+
+    def unpickle_copy_from(kind: type, commands: Any) -> Any:
+        if kind is tool.CopyFrom:
+            unpickle_plainly()
+        return wait_for(kind, commands)
+
+    monkeypatch.setattr(tool, "_wait_for", unpickle_copy_from)
+    monkeypatch.setattr(tool, "UNPICKLING_JOBS", (tool.join_late,))
+    (_, number, _, is_met, _), _ = tool.measure_unpickling(recorder, tmp_path)
+    assert (number, is_met) == ("1", False)
+
+
+def test_job_that_does_not_resume_is_rejected(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool.Stream, "load_state_dict", lambda self, state: None)
+    with pytest.raises(WorkerError, match="job 2: has_restored=True, has_resumed=False"):
+        tool.train_on_stream(tmp_path)
