@@ -35,6 +35,20 @@ def delay_gather(until: threading.Event) -> None:
     decoupled.full_state = delayed
 
 
+@pytest.mark.parametrize("mode", ["hierarchical", "hierarchical_all_reduce", "decoupled"])
+def test_async_state_dict_with_nodes_is_the_whole_state(mode: str, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[Any, Any]:
+        net = stack()
+        optimizer = wrap_optimizer(net, bucket_bytes=200, mode=mode, node=f"node{ctx.rank // 2}")
+        train_steps(ctx, net, optimizer, range(3))
+        found = optimizer.state_dict(), optimizer.async_state_dict().result()
+        optimizer.close()
+        return found
+
+    for expected, found in run_stages(4, work, tmp_path):
+        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("bucket_bytes", [200, "auto"])  # auto: buckets change meanwhile
 def test_async_state_dict_is_a_snapshot(bucket_bytes: int | str, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[Any, Any, Any]:
@@ -69,7 +83,7 @@ def test_async_state_dict_raises_on_lost_worker(tmp_path: Path) -> None:
         delay_gather(may_gather)
         future = optimizer.async_state_dict()
         if ctx.rank == 1:
-            abort(optimizer._background.replicas.group)
+            abort(optimizer._background[False].replicas.group)
         may_gather.set()
         with pytest.raises(PeerError) as lost:
             future.result()

@@ -57,6 +57,7 @@ class ReplicaCollectives:
         nodes = ranks_by_node(replicas.all_gather_object(node or _name_of_this_node(), call))
         has_nccl = process_group is not None and uses_nccl(device, process_group)
         groups, self._hierarchical = [replicas.group], None
+        self._ranks, self._nodes = replicas.ranks, nodes
         if nodes is not None and not has_nccl:  # NCCL builds its own hierarchy
             own_node = next(members for members in nodes if replicas.rank in members)
             local_index = own_node.index(replicas.rank)
@@ -73,6 +74,14 @@ class ReplicaCollectives:
     @property
     def has_hierarchy(self) -> bool:
         return self._hierarchical is not None
+
+    def shard_owners(self, *, hierarchical: bool) -> list[int]:
+        """Return the rank that owns each shard."""
+        if not hierarchical:
+            return self._ranks
+        assert self._nodes is not None, "hierarchical modes are candidates only with a hierarchy"
+        by_local_index = zip(*self._nodes, strict=True)
+        return [self._ranks[member] for members in by_local_index for member in members]
 
     def get(self, *, hierarchical: bool) -> Collectives:
         """Return the collectives for the device of the parameters."""

@@ -125,7 +125,7 @@ class DistributedOptimizer(Optimizer):
             call=_CONSTRUCTOR,
             timeout=timeout,
         )
-        self._background: BackgroundGather | None = None
+        self._background: dict[bool, BackgroundGather] = {}  # by whether shards are hierarchical
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
         check_consistent(self._replicas, optimizer, self._names, settings, _CONSTRUCTOR)
         self._replicas.broadcast_initial_state(
@@ -278,17 +278,20 @@ class DistributedOptimizer(Optimizer):
         self.synchronize()
         buckets = list(self._gradient_sync.buckets)
         groups = unsharded_param_groups(self._inner.param_groups, self._group_of)
-        if self._background is None:
-            self._background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
+        hierarchical = self.candidate.mode.is_hierarchical
+        if hierarchical not in self._background:
+            ranks = self._collectives.shard_owners(hierarchical=hierarchical)
+            self._background[hierarchical] = BackgroundGather(ranks, timeout=self._timeout)
+        background = self._background[hierarchical]
         arguments = (
             buckets,
             copy_state_to_cpu(buckets, self._inner.state),
-            self._background.collectives,
-            self._background.replicas,
+            background.collectives,
+            background.replicas,
             _ASYNC_STATE_DICT,
             torch.device("cpu"),
         )
-        work = self._background.thread.start(
+        work = background.thread.start(
             lambda: {"state": full_state(*arguments), "param_groups": groups}
         )
         return work.future  # every wait of the function has a timeout: a wait for it ends, too
@@ -323,8 +326,8 @@ class DistributedOptimizer(Optimizer):
                     parameter.grad = None
             if self._stage is not None:
                 self._stage.set_accumulation_context(contextlib.nullcontext)
-            if self._background is not None:
-                self._background.thread.close()
+            for background in self._background.values():
+                background.thread.close()
             self._collectives.comm_thread.close()
 
     def __getstate__(self) -> dict[str, Any]:

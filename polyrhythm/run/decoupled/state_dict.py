@@ -83,6 +83,7 @@ class BackgroundGather:
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
+        """`ranks` own the shards, in this order."""
         self.replicas = Replicas(ranks, "gathering state", timeout=timeout)
         self.collectives = GlooCollectives(self.replicas.group, timeout=timeout)
         self.thread = CommThread([self.replicas.group], timeout=timeout)
