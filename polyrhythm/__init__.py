@@ -108,7 +108,13 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "sync.policies.local": ("OuterNesterov",),
 }
 _MODULES = {name: f"polyrhythm.{module}" for module, names in _LAZY.items() for name in names}
-_RENAMED = {"predict": "simulate(plan, scenario, cluster=..., profile=...)"}
+_RENAMED = {
+    "predict": "simulate(plan, scenario, cluster=..., profile=...)",
+    "Checkpoints": "Checkpointer",
+    "Compute": "EmulatedCompute",
+    "Recipe": "ScheduleSpec",
+    "StepEnd": "StepInfo",
+}
 
 
 def __getattr__(name: str) -> object:

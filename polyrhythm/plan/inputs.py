@@ -140,9 +140,10 @@ def _counted(name: str, flops: float | None, dtype: str, sizes: Sequence[int]) -
     layers_of(name)  # refuses an unknown name first
     if flops is None:
         raise DescriptionError(
-            f"{name} without --flops",
+            f"{name} without the speed of the devices",
             expected="the operations per second of a device of speed 1, here or in the cluster",
-            fix="add --flops, such as --flops 6e13; `polyrhythm probe` measures it",
+            fix="add --flops 6e13, in Python builtin_profile(name, flops=6e13); "
+            "`polyrhythm probe` measures it",
         )
     return builtin_profile(
         name, flops=flops, microbatch_size=sizes[0], other_sizes=sizes[1:], dtype=dtype

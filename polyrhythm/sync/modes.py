@@ -198,6 +198,12 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         known = [AUTO, *(mode.name for mode in _MODES if not mode.has_server)]
+        if not isinstance(self.mode, str):
+            raise PolicyError(
+                f"sync={self.mode!r}",
+                expected="the name of a sync mode, or a SyncConfig",
+                fix="use SyncConfig('adaptive', options=...)",
+            )
         if self.mode in SYNC_MODES and SYNC_MODES[self.mode].has_server:
             raise PolicyError(
                 f"sync={self.mode!r}: it needs a parameter server, one more process",
@@ -218,6 +224,11 @@ class SyncConfig:
                 expected="a policy that averages models, such as adaptive; auto overlaps by itself",
                 fix="omit overlap, or use SyncConfig('adaptive', overlap=True)",
             )
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether a coordinator forms groups; under auto it may, later."""
+        return self.mode == AUTO or self.first_mode.has_coordinator
 
     @property
     def first_mode(self) -> SyncMode:

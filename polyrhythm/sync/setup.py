@@ -13,7 +13,7 @@ import msgspec
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.dispatch import SampleLedger, SamplerState
 from polyrhythm.sync.members import Limits
-from polyrhythm.sync.modes import SyncMode, make_policies
+from polyrhythm.sync.modes import SyncConfig, SyncMode, make_policies
 from polyrhythm.sync.policies.windowed import LEASE
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.types import Seconds, Worker
@@ -135,6 +135,18 @@ def parse_options(texts: Sequence[str], *, flag: str) -> dict[str, object]:
                 fix=f"{flag} group_size=4 window=rate",
             )
     return options
+
+
+def check_sync(sync: SyncConfig, *, num_stages: int, num_pipelines: int) -> None:
+    """Refuse options that the policy of a sync mode does not take, before any training."""
+    mode = sync.first_mode
+    if mode.policy is not None:
+        Setup(
+            policy=mode.name,
+            num_stages=num_stages,
+            num_pipelines=num_pipelines,
+            options=sync.options,
+        )
 
 
 def at_flag(error: PolicyError, *, flag: str) -> PolicyError:

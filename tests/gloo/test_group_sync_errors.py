@@ -76,6 +76,18 @@ def test_policy_mismatch_names_both_policies(tmp_path: Path) -> None:
         assert "s0p1 has policy=age every=1 seed=0, and s0p0 has policy=adaptive" in refused
 
 
+def test_other_optimizer_is_refused(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        model = Point()
+        kind = torch.optim.Adam if ctx.rank else torch.optim.SGD
+        with pytest.raises(LaunchError) as caught:
+            GroupSync(model, kind(model.parameters()), "age", timeout=TIMEOUT)
+        return caught.value.wrong
+
+    for wrong in run_replicas(2, work, tmp_path):
+        assert wrong == "s0p1 has optimizer=Adam, and s0p0 has optimizer=SGD"
+
+
 @pytest.mark.parametrize("policy", ["adaptive", "static"])
 @pytest.mark.parametrize("size", [1, 4])
 def test_shape_mismatch_names_both_shapes(policy: str, size: int, tmp_path: Path) -> None:
@@ -165,6 +177,7 @@ def test_two_group_syncs_are_independent(tmp_path: Path) -> None:
     ("old", "new"),
     [
         ("refresh", "apply_pending()"),
+        ("take", "SampleDispatcher(sync).acquire()"),
         ("pop_timings", "pop_stats()"),
         ("acquire", "SampleDispatcher(sync).acquire()"),
         ("acknowledge", "SampleDispatcher(sync).acknowledge()"),

@@ -71,7 +71,9 @@ def test_missing_worker_is_named_in_warning_and_error(tmp_path: Path) -> None:
         return str(caught.value), captured.lines
 
     for message, warnings in run_replicas(3, work, tmp_path)[:2]:
-        assert re.search(r"lost s0p2 during agreeing on the settings after \d.*no answer", message)
+        assert re.search(
+            r"lost s0p2 during agreeing on the settings of name=.sync. after \d.*no answer", message
+        )
         assert len(warnings) == 1
         assert "for s0p2: agreeing on the settings" in warnings[0]
 

@@ -256,7 +256,8 @@ def test_invalid_options_are_refused(changed: dict[str, Any], wrong: str, expect
 
 @pytest.mark.parametrize("make", [Pipeline, Pipeline.from_sequential])
 @pytest.mark.parametrize(
-    ("old", "new"), [("num_microbatches", "n_microbatches"), ("group", "process_group")]
+    ("old", "new"),
+    [("num_microbatches", "n_microbatches"), ("group", "process_group"), ("deadline", "timeout")],
 )
 def test_old_names_of_arguments_give_the_new_names(
     make: Callable[..., Pipeline], old: str, new: str

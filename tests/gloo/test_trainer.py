@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from polyrhythm.errors import LaunchError, PlanError, UserError, WorkerError
+from polyrhythm.errors import LaunchError, PlanError, PolicyError, UserError, WorkerError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
@@ -152,7 +152,12 @@ def test_trainer_has_few_arguments_and_old_ones_name_the_new() -> None:
         ({"timeout": "60"}, "timeout='60'", "timeout"),
         ({"device": "nonsense"}, "device='nonsense'", "device"),
         ({"checkpoint": CheckpointConfig(every=2)}, "every=2) without a run folder", "run_dir="),
-        ({"checkpoint": {"every": 2}}, "checkpoint={'every': 2}", "checkpoint"),
+        (
+            {"checkpoint": {"every": 2}},
+            "checkpoint={'every': 2}",
+            "checkpoint=pr.CheckpointConfig(",
+        ),
+        ({"sync": {"mode": "age"}}, "sync={'mode': 'age'}", "SyncConfig("),
         ({"batch_size": "24"}, "batch_size='24'", "batch_size"),
         ({"microbatch_size": 2.5}, "microbatch_size=2.5", "microbatch_size"),
         ({"callbacks": print}, "callbacks=", "callbacks"),
@@ -223,6 +228,25 @@ def test_inconsistent_arguments_between_processes_are_rejected(
         job.wait(60)
     name, _ = named.split("=")
     assert f"s0p1 has {named}, and s0p0 has {name}=" in str(raised.value)
+
+
+def test_max_steps_and_policy_options_are_checked_before_training(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[str]:
+        sync = SyncConfig("adaptive", options={"max_age": 3})
+        with pytest.raises(PolicyError) as options:
+            trainer(plan_of(1, 2), sync=sync)
+        with trainer(plan_of(1, 2)) as made:
+            with pytest.raises(LaunchError) as steps:
+                made.fit(max_steps=3 + ctx.rank)
+            made.fit(max_steps=3)
+        with pytest.raises(LaunchError) as closed:
+            made.fit(max_steps=6)
+        return [error.value.wrong for error in (options, steps, closed)]
+
+    for options, steps, closed in run_job(2, work, tmp_path):
+        assert options == "unknown option of adaptive: 'max_age'"
+        assert steps == "s0p1 has max_steps=4, and s0p0 has max_steps=3"
+        assert closed == "fit() after close()"
 
 
 def test_optimizer_of_other_parameters_is_rejected() -> None:

@@ -18,6 +18,7 @@ from polyrhythm.run.comm import launch
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, JobKeys
 from tests.gloo.replicas import run_replicas, train
+from tests.gloo.trainer_jobs import plan_of, run_job, trainer
 
 UNPROTECTED = "control messages are not protected"
 
@@ -28,6 +29,15 @@ def use_keys_of(source: str, ctx: DistContext, folder: Path) -> None:
         launch._contexts[:] = [replace(ctx, keys=None)]
     if source == "file":
         os.environ[KEYS_VARIABLE] = str(folder / "job.keys")
+
+
+def record_log() -> list[str]:
+    """Return the list that the warnings of this process are added to."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("polyrhythm").addHandler(handler)
+    return lines
 
 
 def secrets_of(sync: GroupSync) -> list[str]:
@@ -84,10 +94,7 @@ def test_only_the_leader_of_a_job_without_keys_warns_once(source: str, tmp_path:
     JobKeys.new().save(tmp_path / "job.keys")
 
     def work(ctx: DistContext) -> int:
-        lines: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("polyrhythm").addHandler(handler)
+        lines = record_log()
         use_keys_of(source, ctx, tmp_path)
         for name in ("first", "second"):
             train(ctx, 2, "age", name=name).close()
@@ -124,3 +131,24 @@ def test_key_file_readable_by_others_is_refused(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "mode 0644" in run_replicas(1, work, tmp_path)[0]
+
+
+def test_trainer_checks_the_key_file_before_training(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        use_keys_of("file", ctx, tmp_path)  # there is no such file
+        with pytest.raises(LaunchError) as caught:
+            trainer(plan_of(1, 2), sync="auto")  # decoupled at first, without coordinator
+        return caught.value.wrong
+
+    for wrong in run_job(2, work, tmp_path):
+        assert wrong == f"{tmp_path / 'job.keys'}: No such file or directory"
+
+
+def test_trainer_without_keys_says_so_at_the_start(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> int:
+        lines = record_log()
+        use_keys_of("nowhere", ctx, tmp_path)
+        with trainer(plan_of(1, 2), sync="auto"):
+            return sum(UNPROTECTED in line for line in lines)
+
+    assert run_job(2, work, tmp_path) == [1, 0]

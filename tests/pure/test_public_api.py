@@ -41,6 +41,8 @@ def test_simulate_can_be_called_whether_its_modules_are_loaded_or_not() -> None:
 def test_old_names_give_an_error_with_the_new_one() -> None:
     with pytest.raises(AttributeError, match=r"polyrhythm\.predict is now polyrhythm\.simulate"):
         polyrhythm.predict  # noqa: B018
+    with pytest.raises(AttributeError, match=r"polyrhythm\.StepEnd is now polyrhythm\.StepInfo"):
+        polyrhythm.StepEnd  # noqa: B018
     with pytest.raises(TypeError, match="batch= is now batch_size="):
         polyrhythm.make_plan("cluster.toml", "profile.json", batch=8)
     with pytest.raises(TypeError, match=r"num_stages= is now options=PlanOptions"):

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.events import worker_log
-from polyrhythm.renamed import RenamedAttribute
+from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.buffers import (
     OptimizerStateMode,
     ReplicaState,
@@ -62,6 +62,7 @@ _AVERAGE_ALL_SHARE = 0.9
 class GroupSync:
     """The group averaging of one worker; every worker of the job creates one for its replica."""
 
+    @renamed_arguments(dispense="sampler_state=")
     def __init__(
         self,
         model: nn.Module | Pipeline,
@@ -163,7 +164,7 @@ class GroupSync:
 
     def _wait_for_equal_replicas(self, node: str) -> None:
         rendezvous, optimizer = self._rendezvous, self._model.optimizer
-        rendezvous.check_settings()
+        rendezvous.check_settings({"optimizer": type(optimizer).__name__})
         rendezvous.wait_for_all(node)
         rendezvous.check_same_shapes(self._model.shape())
         rendezvous.broadcast_initial_state(self._model.all_tensors())
@@ -173,6 +174,10 @@ class GroupSync:
             optimizer.num_averaged = float(setup.num_pipelines)
 
     refresh = RenamedAttribute("apply_pending()")
+    averaged = RenamedAttribute("pop_stats()")
+    take = RenamedAttribute("SampleDispatcher(sync).acquire()")
+    used = RenamedAttribute("SampleDispatcher(sync).acknowledge()")
+    supply = RenamedAttribute("SampleDispatcher(sync).sampler_state()")
     pop_timings = RenamedAttribute("pop_stats()")
     acquire = RenamedAttribute("SampleDispatcher(sync).acquire()")
     acknowledge = RenamedAttribute("SampleDispatcher(sync).acknowledge()")

@@ -9,7 +9,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -87,7 +87,7 @@ class Rendezvous:
         self._all = Members(tuple(range(len(names))), _EPOCH)
         is_server = worker not in setup.workers
         number = len(names) - 1 if is_server else setup.workers.index(worker)
-        self._prefix = f"polyrhythm/sync/{name}"
+        self._name, self._prefix = name, f"polyrhythm/sync/{name}"
         if process_group is not None:  # others may use the same name
             self._prefix += f"/{dist.get_process_group_ranks(process_group)}"
         self.store = JobStore(
@@ -106,7 +106,7 @@ class Rendezvous:
             raise LaunchError(
                 f"another GroupSync with the name {name!r} for {worker}",
                 expected="a name for each GroupSync of a job, the same in all its processes",
-                fix='pass a new one: GroupSync(..., name="second")',
+                fix=f"pass a new one: GroupSync(..., name='{name}-2')",
             )
 
     def connections_of(self, me: Peer) -> PeerConnections:
@@ -134,11 +134,11 @@ class Rendezvous:
         for public, number in zip(self._public_keys, self.workers.ranks, strict=True):
             self._keys.check(public, self.store.name_of(number))
 
-    def check_settings(self) -> None:
-        """Refuse other settings than the first worker's."""
+    def check_settings(self, settings: Mapping[str, object]) -> None:
+        """Refuse other settings than the first worker's: these, and the setup."""
         shape = f"{self.setup.num_stages} x {self.setup.num_pipelines}"
-        settings = {"policy": self.setup.text, "stages x pipelines": shape}
-        self.store.check_consistent("the settings", settings, self.workers)
+        own = {"policy": self.setup.text, "stages x pipelines": shape, **settings}
+        self.store.check_consistent(f"the settings of name={self._name!r}", own, self.workers)
 
     def report_failure(self, error: BaseException) -> str:
         """End the waits of the other workers; return the first error of the job."""
@@ -241,6 +241,12 @@ class Rendezvous:
             self.raise_failure()
             raise
         return peer
+
+
+def check_worker_keys(*, warn: bool) -> None:
+    """Refuse an unusable key file before any training; with `warn`, report that there is none."""
+    if worker_keys().trusted is None and warn:
+        _warn_unprotected()
 
 
 @cache

@@ -142,7 +142,7 @@ def allowed_modes(mode: Mode, *, has_hierarchy: bool) -> list[BucketMode]:
         return [each for each in BucketMode if has_hierarchy or not each.is_hierarchical]
     if BucketMode(mode).is_hierarchical and not has_hierarchy:
         raise PolicyError(
-            f"mode={mode!r} on nodes with unequal numbers of workers, or one worker each",
+            f"mode={mode!r} on one node, or nodes with unequal numbers of workers or one each",
             expected="two nodes or more, with two workers or more on each",
             fix='use mode="auto", or name the machine of each worker with node=...',
         )

@@ -16,7 +16,7 @@ from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.pipeline.options import parse_schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.sync.modes import SyncConfig
-from polyrhythm.sync.setup import Setup, at_flag, parse_options
+from polyrhythm.sync.setup import at_flag, check_sync, parse_options
 from polyrhythm.types import AUTO, Seconds
 
 MAX_TIMEOUT: Seconds = 86_400.0  # a day; timers overflow at some point beyond
@@ -163,14 +163,8 @@ def _check(settings: DemoConfig) -> None:
 def _check_sync(settings: DemoConfig) -> None:
     options = settings.policy_options
     try:
-        mode = SyncConfig(settings.sync, options=options).first_mode
-        if mode.policy is not None:
-            Setup(
-                policy=mode.name,
-                num_stages=settings.num_stages,
-                num_pipelines=settings.num_pipelines,
-                options=options,
-            )
+        sync = SyncConfig(settings.sync, options=options)
+        check_sync(sync, num_stages=settings.num_stages, num_pipelines=settings.num_pipelines)
     except PolicyError as error:
         raise at_flag(error, flag=_SYNC_OPTIONS) from None
 

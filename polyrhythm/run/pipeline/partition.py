@@ -371,7 +371,7 @@ def _raise_layers_error(layers: str, modules: Mapping[str, nn.Module]) -> NoRetu
         expected="the dotted name of the list of modules to split: a ModuleList or a Sequential",
         fix=f"use one of (with its length): {', '.join(shown[:8])}{more}"
         if shown
-        else "this model has none: write it as a Sequential and use split_sequential",
+        else "this model has none: write it as a Sequential, which needs no layers=",
     )
 
 

@@ -60,7 +60,9 @@ from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-_RENAMED = renamed_arguments(num_microbatches="n_microbatches=", group="process_group=")
+_RENAMED = renamed_arguments(
+    num_microbatches="n_microbatches=", group="process_group=", deadline="timeout="
+)
 
 
 class Pipeline:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import Plan
+from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import Bytes, Seconds
@@ -95,8 +96,10 @@ class TrainerConfig:
                 raise _invalid(name, value, "a function")
         records = {"split": LayerSplit, "data": DataConfig, "checkpoint": CheckpointConfig}
         for name, kind in records.items():
-            if not isinstance(getattr(self, name), kind):
-                raise _invalid(name, getattr(self, name), f"a {kind.__name__}")
+            if not isinstance(value := getattr(self, name), kind):
+                expected = f"a {kind.__name__}"
+                fix = f"{name}=pr.{kind.__name__}(...)"
+                raise LaunchError(f"{name}={value!r}", expected=expected, fix=fix)
         if not isinstance(self.plan, Plan | Path | str):
             raise _invalid("plan", self.plan, "a Plan, the path of its file, or 'auto'")
         try:
@@ -112,7 +115,7 @@ class TrainerConfig:
         if self.run_dir is None and self.checkpoint.every is not None:
             raise no_run_dir(f"CheckpointConfig(every={self.checkpoint.every})")
 
-    def must_match(self, num_samples: int | None) -> dict[str, Any]:
+    def must_match(self, order: SampleOrder | None) -> dict[str, Any]:
         """Return the arguments that must be equal in all processes."""
         names = ("batch_size", "microbatch_size", "schedule", "clip_grad_norm", "autocast")
         return {name: getattr(self, name) for name in names} | {
@@ -122,7 +125,7 @@ class TrainerConfig:
             "seed": self.data.seed,
             "shuffle": self.data.shuffle,
             "checkpoint every": self.checkpoint.every,
-            "samples": num_samples,
+            "samples": None if order is None else order.num_samples,
         }
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:

@@ -112,5 +112,5 @@ def _lock_error(run: Path, problem: str) -> LaunchError:
     return LaunchError(
         f"run folder {run}: {problem}",
         expected="a folder that can be written, and that no other job uses",
-        fix="pass another run folder, or end the other job",
+        fix="pass another run folder, end the other job, or close() the other Trainer",
     )

@@ -29,6 +29,7 @@ from polyrhythm.events import Value, worker_log
 from polyrhythm.plan.plan import Plan
 from polyrhythm.processes import TERMINATED
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
+from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.data.loader import SampleLoader
@@ -60,6 +61,7 @@ from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.modes import SyncConfig
+from polyrhythm.sync.setup import check_sync
 from polyrhythm.types import AUTO, Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class Trainer:
         run="run_dir=",
         checkpoint_every="checkpoint=CheckpointConfig(every=...)",
         keep="checkpoint=CheckpointConfig(keep_last=...)",
+        grace="checkpoint=CheckpointConfig(grace_period=...)",
         grace_period="checkpoint=CheckpointConfig(grace_period=...)",
         sync_options="sync=SyncConfig(mode, options=...)",
         overlap="sync=SyncConfig(mode, overlap=True)",
@@ -158,8 +161,8 @@ class Trainer:
         config.split.check(whole, self.plan.layers_per_stage)
         self._membership = membership = join_job(self.plan, processes)
         store, members = membership.job_store("training"), membership.members
-        settings = config.must_match(None if order is None else order.num_samples)
-        store.check_consistent("settings", settings, members)
+        store.check_consistent("settings", config.must_match(order), members)
+        self._check_sync()
         self._lock = self._log = None
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
@@ -232,6 +235,8 @@ class Trainer:
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
+        store, members = self._context.store, self._context.members
+        store.check_consistent(f"fit {self._num_fits}", {"max_steps": max_steps}, members)
         name = f"{self._membership.name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, max_steps)
         if max_steps > self.global_step:
@@ -342,8 +347,22 @@ class Trainer:
         if self._lock is not None:
             self._lock.close()
 
+    def _check_sync(self) -> None:
+        """Refuse what averaging between pipelines would refuse later, in the middle of training."""
+        num_stages, num_pipelines = self.plan.num_stages, self.plan.num_pipelines
+        if num_pipelines > 1:
+            check_sync(self._config.sync, num_stages=num_stages, num_pipelines=num_pipelines)
+            if self._config.sync.has_coordinator:
+                check_worker_keys(warn=self.worker == LEADER)
+
     def _check_between_fits(self, what: str) -> None:
         """Weights, sampler state and learning rates are consistent only between two fits."""
+        if not self._is_open:
+            raise LaunchError(
+                f"{what} after close()",
+                expected=f"{what} before close(), or before the end of the `with` block",
+                fix="close the Trainer later, or create a new one and restore()",
+            )
         if self._is_fitting:
             raise LaunchError(
                 f"{what} during fit(), or after fit() has failed",
