@@ -197,13 +197,13 @@ class SyncConfig:
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = [AUTO, *(mode.name for mode in _MODES if not mode.has_server)]
         if not isinstance(self.mode, str):
             raise PolicyError(
                 f"sync={self.mode!r}",
                 expected="the name of a sync mode, or a SyncConfig",
                 fix="use SyncConfig('adaptive', options=...)",
             )
+        known = [AUTO, *(mode.name for mode in _MODES if not mode.has_server)]
         if self.mode in SYNC_MODES and SYNC_MODES[self.mode].has_server:
             raise PolicyError(
                 f"sync={self.mode!r}: it needs a parameter server, one more process",

@@ -151,8 +151,8 @@ def test_a_stage_may_write_for_longer_than_the_timeout(slow_stage: int, tmp_path
         part = sequential_stage(ctx.rank, ctx.world_size)
         if ctx.rank == slow_stage:
             write = save.write_tensors
-            save.write_tensors = lambda *args: (time.sleep(3), write(*args))[1]  # type: ignore[assignment]
-        with Checkpointer(tmp_path / "checkpoints", timeout=1.0) as it:
+            save.write_tensors = lambda *args: (time.sleep(5), write(*args))[1]  # type: ignore[assignment]
+        with Checkpointer(tmp_path / "checkpoints", timeout=2.0) as it:
             it.save(1, part.module)
             return wait_for_save(it).is_saved
 

@@ -177,7 +177,10 @@ def test_two_group_syncs_are_independent(tmp_path: Path) -> None:
     ("old", "new"),
     [
         ("refresh", "apply_pending()"),
+        ("averaged", "pop_stats()"),
         ("take", "SampleDispatcher(sync).acquire()"),
+        ("used", "SampleDispatcher(sync).acknowledge()"),
+        ("supply", "SampleDispatcher(sync).sampler_state()"),
         ("pop_timings", "pop_stats()"),
         ("acquire", "SampleDispatcher(sync).acquire()"),
         ("acknowledge", "SampleDispatcher(sync).acknowledge()"),

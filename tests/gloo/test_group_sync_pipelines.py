@@ -12,6 +12,7 @@ from polyrhythm.run.averaging.parameter_server import ParameterServer
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync import modes
+from polyrhythm.types import Worker
 from tests.gloo.pipelines import STAGE_TIMEOUT, random_batch, run_stages, stack_of, step
 from tests.gloo.replicas import TIMEOUT, Point, run_replicas, target_of
 
@@ -142,15 +143,30 @@ def test_synchronous_parameter_server_averages_updates(tmp_path: Path) -> None:
             torch.testing.assert_close(seen[number], mean * (1 - 0.8 ** (number + 1)))
 
 
+def test_stages_may_have_different_optimizers(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        with pipeline_of(ctx, schedule="1f1b", n_microbatches=1) as pipeline:
+            kind = torch.optim.Adam if pipeline.is_first else torch.optim.SGD
+            optimizer = kind(pipeline.module.parameters(), lr=0.05)
+            with GroupSync(pipeline, optimizer, "age", timeout=TIMEOUT) as sync:
+                sync.average_all()
+                return str(sync.worker)
+
+    assert run_stages(4, work, tmp_path) == ["s0p0", "s1p0", "s0p1", "s1p1"]
+
+
 def test_process_group_of_one_stage_is_refused(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
         replicas = [dist.new_group([s + STAGES * p for p in range(PIPELINES)]) for s in range(2)]
         with pipeline_of(ctx, schedule="1f1b", n_microbatches=1) as pipeline:
             optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
-            group = replicas[ctx.rank % STAGES]
-            with pytest.raises(PolicyError) as caught:
-                GroupSync(pipeline, optimizer, "age", process_group=group, timeout=TIMEOUT)
-        return caught.value.wrong
+            group, found = replicas[ctx.rank % STAGES], set()
+            for worker in (None, Worker(ctx.rank % STAGES, ctx.rank // STAGES)):
+                with pytest.raises(PolicyError) as caught:
+                    GroupSync(pipeline, optimizer, "age", process_group=group, worker=worker)
+                found.add(caught.value.wrong)
+        (wrong,) = found
+        return wrong
 
     for rank, wrong in enumerate(run_stages(4, work, tmp_path)):
         first, stage = rank // STAGES * STAGES, rank % STAGES

@@ -133,15 +133,20 @@ def test_key_file_readable_by_others_is_refused(tmp_path: Path) -> None:
     assert "mode 0644" in run_replicas(1, work, tmp_path)[0]
 
 
-def test_trainer_checks_the_key_file_before_training(tmp_path: Path) -> None:
+def test_trainer_checks_keys_before_training_on_all_processes(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
-        use_keys_of("file", ctx, tmp_path)  # there is no such file
-        with pytest.raises(LaunchError) as caught:
-            trainer(plan_of(1, 2), sync="auto")  # decoupled at first, without coordinator
-        return caught.value.wrong
+        found = []
+        for source in ("file", "nowhere"):  # there is no such file
+            use_keys_of(source if ctx.rank else "launcher", ctx, tmp_path)
+            os.environ.pop(KEYS_VARIABLE, None) if source == "nowhere" else None
+            with pytest.raises(LaunchError) as caught:
+                trainer(plan_of(1, 2), sync="auto")  # decoupled at first, without coordinator
+            found.append(caught.value.wrong)
+        return found
 
-    for wrong in run_job(2, work, tmp_path):
-        assert wrong == f"{tmp_path / 'job.keys'}: No such file or directory"
+    for missing, different in run_job(2, work, tmp_path):
+        assert missing == f"{tmp_path / 'job.keys'}: No such file or directory"
+        assert different.startswith("s0p1 has keys of the job=None, and s0p0 has keys of the job=")
 
 
 def test_trainer_without_keys_says_so_at_the_start(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class GroupSync:
 
     def _wait_for_equal_replicas(self, node: str) -> None:
         rendezvous, optimizer = self._rendezvous, self._model.optimizer
-        rendezvous.check_settings({"optimizer": type(optimizer).__name__})
+        rendezvous.check_settings(type(optimizer).__name__)
         rendezvous.wait_for_all(node)
         rendezvous.check_same_shapes(self._model.shape())
         rendezvous.broadcast_initial_state(self._model.all_tensors())
@@ -314,13 +314,14 @@ def _make_setup(
     if isinstance(model, Pipeline):
         num_stages = model.num_stages
         pipeline = rank // num_stages if worker is None else worker.pipeline
-        ranks = dist.get_process_group_ranks(process_group)
-        if worker is None and ranks[pipeline * num_stages :][:num_stages] != model.ranks:
+        ranks = dist.get_process_group_ranks(process_group) if dist.is_initialized() else [0]
+        in_order = ranks[pipeline * num_stages :][:num_stages] == model.ranks
+        if not (in_order if worker is None else set(model.ranks) <= set(ranks)):
             raise PolicyError(
                 f"a Pipeline on the ranks {model.ranks} in a process group of {ranks}",
-                expected="all stages of all pipelines, each pipeline on consecutive ranks",
-                fix="omit process_group=, or set worker=; only DistributedOptimizer "
-                "takes the group of one stage's replicas",
+                expected="all stages of all pipelines; without worker=, each on consecutive ranks",
+                fix="omit process_group=, or pass the group of all stages; only "
+                "DistributedOptimizer takes the group of one stage's replicas",
             )
         worker = Worker(model.stage, pipeline)
     num_stages = num_stages or 1

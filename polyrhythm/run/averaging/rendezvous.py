@@ -9,9 +9,10 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
@@ -106,7 +107,7 @@ class Rendezvous:
             raise LaunchError(
                 f"another GroupSync with the name {name!r} for {worker}",
                 expected="a name for each GroupSync of a job, the same in all its processes",
-                fix=f"pass a new one: GroupSync(..., name='{name}-2')",
+                fix=f"pass a new one: GroupSync(..., name={f'{name}-2'!r})",
             )
 
     def connections_of(self, me: Peer) -> PeerConnections:
@@ -134,11 +135,12 @@ class Rendezvous:
         for public, number in zip(self._public_keys, self.workers.ranks, strict=True):
             self._keys.check(public, self.store.name_of(number))
 
-    def check_settings(self, settings: Mapping[str, object]) -> None:
-        """Refuse other settings than the first worker's: these, and the setup."""
+    def check_settings(self, optimizer: str) -> None:
+        """Refuse another setup than the first worker's, or another optimizer than the replicas'."""
         shape = f"{self.setup.num_stages} x {self.setup.num_pipelines}"
-        own = {"policy": self.setup.text, "stages x pipelines": shape, **settings}
-        self.store.check_consistent(f"the settings of name={self._name!r}", own, self.workers)
+        settings = {"policy": self.setup.text, "stages x pipelines": shape}
+        self.store.check_consistent(f"the settings of name={self._name!r}", settings, self.workers)
+        self.store.check_consistent("the optimizer", {"optimizer": optimizer}, self.stage)
 
     def report_failure(self, error: BaseException) -> str:
         """End the waits of the other workers; return the first error of the job."""
@@ -243,10 +245,18 @@ class Rendezvous:
         return peer
 
 
-def check_worker_keys(*, warn: bool) -> None:
-    """Refuse an unusable key file before any training; with `warn`, report that there is none."""
-    if worker_keys().trusted is None and warn:
+def check_worker_keys(store: JobStore, members: Members) -> None:
+    """Refuse an unusable key file, or different ones, on all members; the leader reports none."""
+    try:
+        trusted = worker_keys().trusted
+    except UserError as error:
+        store.fail("the keys", error, members)
+        raise
+    if trusted is None and store.rank == members.leader:
         _warn_unprotected()
+    digest = None if trusted is None else sha256(" ".join(sorted(trusted)).encode()).hexdigest()
+    fix = f"set {KEYS_VARIABLE} to copies of one file in all processes, or nowhere"
+    store.check_consistent("the keys", {"keys of the job": digest}, members, fix=fix)
 
 
 @cache

@@ -102,10 +102,15 @@ class GlooCollectives:
 
     waits_on_host = True
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: Seconds) -> None:
-        self.rank, self.num_workers = group.rank(), group.size()
+    def __init__(
+        self, group: dist.ProcessGroup, *, timeout: Seconds, owners: Sequence[int] | None = None
+    ) -> None:
+        """`owners` are the ranks in the group that own the shards, by default in order."""
+        self.num_workers = group.size()
+        owners = range(self.num_workers) if owners is None else owners
+        self.rank = owners.index(group.rank())  # of its shard
         self._group, self._timeout = group, timedelta(seconds=timeout)
-        self._exchange = DirectExchange(range(self.num_workers), self.rank)
+        self._exchange = DirectExchange(owners, self.rank)
         self._buffers: dict[int, Tensor] = {}  # received addends by number; kept for reuse
         self._expected: dict[tuple[int, CollectivePhase], tuple[_GroupMessages, Tensor]] = {}
 

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 PROCESS_NAME = "the process of rank {}".format  # names a rank in errors
 _STORE = "the process that serves the job's store"
-MAX_TIMEOUTS = 30  # for a function on the leader: then its heartbeats stop, as it may wait for ever
+MAX_TIMEOUTS = 30  # then the heartbeats of a process stop, as it may wait for ever
 WARN_AFTER: Seconds = 10.0  # a waiting process warns; the next time after ten times as long
 _POLL: Seconds = 0.002  # initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
@@ -168,6 +168,9 @@ class JobStore:
             for key in theirs | leaders:
                 here, there = (texts.get(key, "nothing") for texts in (theirs, leaders))
                 if here != there:
+                    # The process that serves the store may end at once: let all read it first.
+                    with contextlib.suppress(PeerError):
+                        self.barrier(f"{name}, which differ", members)
                     raise LaunchError(
                         f"{self.name_of(rank)} has {key}={here}, and "
                         f"{self.name_of(members.leader)} has {key}={there}",

@@ -263,7 +263,7 @@ class CoordinatorClient:
         self._outgoing: deque[FromWorker] = deque([hello])
         self._pending = PendingMessages(hello.worker, hello.clock)
         self._sample_requests, self._query_numbers = SampleRequests(), count(1)
-        self.num_acquired = 0  # chunks of samples that were requested
+        self.num_requested = 0  # chunks of samples
         self._coordinator: str | None = None  # its name, once it has accepted the Hello
         self._heartbeat_interval = heartbeat_timeout / HEARTBEATS_PER_TIMEOUT
         self._problem = "nothing answers at this address"
@@ -288,7 +288,7 @@ class CoordinatorClient:
         self, number: int, count: int, until: int | None, timeout: Seconds
     ) -> SampleFuture[Ranges]:
         """Request a chunk of positions; `timeout` bounds `wait` of the returned future."""
-        self.num_acquired = max(self.num_acquired, number + 1)
+        self.num_requested = max(self.num_requested, number + 1)
         request = Acquire(self._hello.worker, number, count, until, self._hello.incarnation)
         return self._submit(request, timeout)
 

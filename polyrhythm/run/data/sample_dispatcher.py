@@ -42,11 +42,11 @@ class SampleDispatcher:
         """
         client = self._sync.sample_client()
         is_possible = 1 <= count <= MAX_CHUNK_SIZE and 0 <= (until or 0) <= MAX_POSITION
-        if not (is_possible and 0 <= number <= client.num_acquired):
+        if not (is_possible and 0 <= number <= client.num_requested):
             raise PolicyError(
                 f"{self._sync.worker} asks for {count} positions before {until}, as chunk {number}",
-                expected=f"at least one position, and chunks in order: 0 to {client.num_acquired}",
-                fix=f"ask for chunk {client.num_acquired} next",
+                expected=f"at least one position, and chunks in order: 0 to {client.num_requested}",
+                fix=f"ask for chunk {client.num_requested} next",
             )
         return client.acquire(number, count, until, self._sync.timeout)
 

@@ -57,7 +57,7 @@ class ReplicaCollectives:
         nodes = ranks_by_node(replicas.all_gather_object(node or _name_of_this_node(), call))
         has_nccl = process_group is not None and uses_nccl(device, process_group)
         groups, self._hierarchical = [replicas.group], None
-        self._ranks, self._nodes = replicas.ranks, nodes
+        self._nodes = nodes  # members by node, if there is a hierarchy
         if nodes is not None and not has_nccl:  # NCCL builds its own hierarchy
             own_node = next(members for members in nodes if replicas.rank in members)
             local_index = own_node.index(replicas.rank)
@@ -75,13 +75,12 @@ class ReplicaCollectives:
     def has_hierarchy(self) -> bool:
         return self._hierarchical is not None
 
-    def shard_owners(self, *, hierarchical: bool) -> list[int]:
-        """Return the rank that owns each shard."""
-        if not hierarchical:
-            return self._ranks
-        assert self._nodes is not None, "hierarchical modes are candidates only with a hierarchy"
+    def shard_owners(self, *, hierarchical: bool) -> list[int] | None:
+        """Return the replica that owns each shard; None if they own them in order."""
+        if not hierarchical or self._nodes is None:
+            return None
         by_local_index = zip(*self._nodes, strict=True)
-        return [self._ranks[member] for members in by_local_index for member in members]
+        return [member for members in by_local_index for member in members]
 
     def get(self, *, hierarchical: bool) -> Collectives:
         """Return the collectives for the device of the parameters."""

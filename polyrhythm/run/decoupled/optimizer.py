@@ -125,7 +125,7 @@ class DistributedOptimizer(Optimizer):
             call=_CONSTRUCTOR,
             timeout=timeout,
         )
-        self._background: dict[bool, BackgroundGather] = {}  # by whether shards are hierarchical
+        self._background: BackgroundGather | None = None
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
         check_consistent(self._replicas, optimizer, self._names, settings, _CONSTRUCTOR)
         self._replicas.broadcast_initial_state(
@@ -261,7 +261,10 @@ class DistributedOptimizer(Optimizer):
         self._gradient_sync.wait_for_all()
 
     def pop_stats(self) -> AverageTimings:
-        """Return, since the last call, the wait of training and the time of both collectives."""
+        """Return, since the last call, the wait of training and the longest exchange, over gloo.
+
+        It is the time of both collectives; 0 with NCCL and in the modes of a plain all-reduce.
+        """
         return AverageTimings(*self._gradient_sync.pop_timings(), self._replicas.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,20 +281,19 @@ class DistributedOptimizer(Optimizer):
         self.synchronize()
         buckets = list(self._gradient_sync.buckets)
         groups = unsharded_param_groups(self._inner.param_groups, self._group_of)
-        hierarchical = self.candidate.mode.is_hierarchical
-        if hierarchical not in self._background:
-            ranks = self._collectives.shard_owners(hierarchical=hierarchical)
-            self._background[hierarchical] = BackgroundGather(ranks, timeout=self._timeout)
-        background = self._background[hierarchical]
+        if self._background is None:
+            self._background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
+        mode = self.candidate.mode
+        owners = self._collectives.shard_owners(hierarchical=mode.is_hierarchical)
         arguments = (
             buckets,
             copy_state_to_cpu(buckets, self._inner.state),
-            background.collectives,
-            background.replicas,
+            self._background.collectives(owners),
+            self._background.replicas,
             _ASYNC_STATE_DICT,
             torch.device("cpu"),
         )
-        work = background.thread.start(
+        work = self._background.thread.start(
             lambda: {"state": full_state(*arguments), "param_groups": groups}
         )
         return work.future  # every wait of the function has a timeout: a wait for it ends, too
@@ -326,8 +328,8 @@ class DistributedOptimizer(Optimizer):
                     parameter.grad = None
             if self._stage is not None:
                 self._stage.set_accumulation_context(contextlib.nullcontext)
-            for background in self._background.values():
-                background.thread.close()
+            if self._background is not None:
+                self._background.thread.close()
             self._collectives.comm_thread.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -83,10 +83,13 @@ class BackgroundGather:
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
-        """`ranks` own the shards, in this order."""
         self.replicas = Replicas(ranks, "gathering state", timeout=timeout)
-        self.collectives = GlooCollectives(self.replicas.group, timeout=timeout)
         self.thread = CommThread([self.replicas.group], timeout=timeout)
+        self._timeout = timeout
+
+    def collectives(self, shard_owners: Sequence[int] | None) -> Collectives:
+        """Return the collectives for a gather from the replicas that own the shards."""
+        return GlooCollectives(self.replicas.group, timeout=self._timeout, owners=shard_owners)
 
 
 def unsharded_param_groups(

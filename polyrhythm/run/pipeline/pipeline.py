@@ -120,7 +120,7 @@ class Pipeline:
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
         )
-        self.ranks, self.stage = stage_ranks(process_group)
+        self.ranks, self.stage = stage_ranks(process_group)  # ranks of all stages, in the job
         self.num_stages = len(self.ranks)
         partition = as_partition(module, self.stage, self.num_stages)
         self.module = partition.module

@@ -119,11 +119,9 @@ class DecoupledStrategy(NoSync):
         optimizer: Optimizer,
         clip: float | None,
         *,
-        num_pipelines: int,
         timeout: Seconds,
     ) -> None:
         super().__init__(pipeline, optimizer, clip)
-        self._num_pipelines = num_pipelines
         self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
         self.optimizer = self._distributed
         self._state_future: Future[dict[str, Any]] | None = None
@@ -174,9 +172,7 @@ def make_sync_strategy(
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
     if mode.decoupled:
-        return DecoupledStrategy(
-            pipeline, optimizer, clip, num_pipelines=num_pipelines, timeout=timeout
-        )
+        return DecoupledStrategy(pipeline, optimizer, clip, timeout=timeout)
     sync = GroupSync(
         pipeline,
         optimizer,

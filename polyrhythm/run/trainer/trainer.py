@@ -32,6 +32,7 @@ from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
+from polyrhythm.run.comm.store import JobStore
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
@@ -162,7 +163,7 @@ class Trainer:
         self._membership = membership = join_job(self.plan, processes)
         store, members = membership.job_store("training"), membership.members
         store.check_consistent("settings", config.must_match(order), members)
-        self._check_sync()
+        self._check_sync(store)
         self._lock = self._log = None
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
@@ -225,18 +226,19 @@ class Trainer:
 
         On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process.
         """
+        self._check_between_fits("fit()")
+        Trainer.num_fits += 1
+        self._num_fits += 1
+        start = time.perf_counter()
+        store, members = self._context.store, self._context.members
+        settings, fix = {"max_steps": max_steps}, "call fit with one max_steps in all processes"
+        store.check_consistent(f"fit {self._num_fits}", settings, members, fix=fix)
         if not isinstance(max_steps, int) or max_steps < 0:
             raise LaunchError(
                 f"fit(max_steps={max_steps!r})",
                 expected="the total, 0 or more",
                 fix="fit(max_steps=1000)",
             )
-        self._check_between_fits("fit()")
-        Trainer.num_fits += 1
-        self._num_fits += 1
-        start = time.perf_counter()
-        store, members = self._context.store, self._context.members
-        store.check_consistent(f"fit {self._num_fits}", {"max_steps": max_steps}, members)
         name = f"{self._membership.name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, max_steps)
         if max_steps > self.global_step:
@@ -347,13 +349,13 @@ class Trainer:
         if self._lock is not None:
             self._lock.close()
 
-    def _check_sync(self) -> None:
+    def _check_sync(self, store: JobStore) -> None:
         """Refuse what averaging between pipelines would refuse later, in the middle of training."""
         num_stages, num_pipelines = self.plan.num_stages, self.plan.num_pipelines
         if num_pipelines > 1:
             check_sync(self._config.sync, num_stages=num_stages, num_pipelines=num_pipelines)
             if self._config.sync.has_coordinator:
-                check_worker_keys(warn=self.worker == LEADER)
+                check_worker_keys(store, self._membership.members)
 
     def _check_between_fits(self, what: str) -> None:
         """Weights, sampler state and learning rates are consistent only between two fits."""
