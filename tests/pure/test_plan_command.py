@@ -213,7 +213,7 @@ def test_a_running_plan_whose_device_is_lost_cannot_go_on(
         ("cluster.toml case5_worldwide --batch-size 8", "case5_worldwide describes a cluster"),
         ("case5_worldwid profile.json --batch-size 8", "did you mean 'case5_worldwide'?"),
         ("cluster.toml bert-bse --batch-size 8", "did you mean 'bert-base'?"),
-        ("cluster.toml bert-base --batch-size 8", "bert-base without --flops"),
+        ("cluster.toml bert-base --batch-size 8", "bert-base without the speed of the devices"),
         (
             "cluster.toml profile.json --batch-size 8 --flops 1e12",
             "--flops or --dtype for profile.json",
