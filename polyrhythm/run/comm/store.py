@@ -168,9 +168,10 @@ class JobStore:
             for key in theirs | leaders:
                 here, there = (texts.get(key, "nothing") for texts in (theirs, leaders))
                 if here != there:
-                    # The process that serves the store may end at once: let all read it first.
-                    with contextlib.suppress(PeerError):
-                        self.barrier(f"{name}, which differ", members)
+                    acks = f"{self._key(name, members.leader, members)}/acks"
+                    with contextlib.suppress(RuntimeError):  # the store is lost: all have read it
+                        self._backend.add(acks, 1)
+                        self._wait_for_acks(acks, len(members.ranks))
                     raise LaunchError(
                         f"{self.name_of(rank)} has {key}={here}, and "
                         f"{self.name_of(members.leader)} has {key}={there}",
@@ -216,17 +217,11 @@ class JobStore:
             return self._backend.check([self._key(name, rank, members)])
 
     def fail(self, name: str, error: Exception, members: Members) -> None:
-        """Raise an error on the members that wait for this process's value.
-
-        Returns when all have read it, or after 10 s: this process may serve the store, and exit.
-        """
+        """Raise an error on the members that wait for this process's value."""
         num_readers = len(members.ranks) - 1 - isinstance(error, PeerError)  # without the lost one
-        acks = f"{self._key(name, self.rank, members)}/acks"
-        deadline = time.monotonic() + _ACKS_TIMEOUT
         with contextlib.suppress(RuntimeError):  # the store is lost: the caller raises `error`
             self._set(name, _Answer.of_error(error, name, self.name_of(self.rank)), members)
-            while time.monotonic() < deadline and self._backend.add(acks, 0) < num_readers:
-                time.sleep(_LONGEST_POLL)
+            self._wait_for_acks(f"{self._key(name, self.rank, members)}/acks", num_readers)
 
     def delete(self, name: str, members: Members, *, rank: int | None = None) -> None:
         """Delete a value that nobody will read again, by default this process's."""
@@ -259,6 +254,12 @@ class JobStore:
             self._backend.add(f"{key}/acks", 1)
         answer.raise_error()
         return answer
+
+    def _wait_for_acks(self, acks: str, num_readers: int) -> None:
+        """Wait until all have read it, or for 10 s: this process may serve the store, and exit."""
+        deadline = time.monotonic() + _ACKS_TIMEOUT
+        while time.monotonic() < deadline and self._backend.add(acks, 0) < num_readers:
+            time.sleep(_LONGEST_POLL)
 
     def _wait_for(self, keys: dict[int, str], action: str) -> None:
         """Wait for keys until a timeout after the last heartbeat of an owner."""
