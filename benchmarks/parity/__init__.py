@@ -1,0 +1,1 @@
+"""`polyrhythm bench parity`: the same result whatever the cut, the sync mode and the restart."""
