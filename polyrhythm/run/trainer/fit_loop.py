@@ -30,7 +30,7 @@ from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import Prefetcher, SampleLoader, resolved_ranges
 from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
-from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError, mean_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
@@ -56,19 +56,8 @@ class StepInfo:
 
     step: int  # the global step, from 0
     num_samples: int  # this pipeline's share of the step
-    loss: float | None  # their mean loss; None except on the last stage
+    loss: float | None  # the mean over their labels; None except on the last stage, or without one
     seconds: Seconds
-
-
-class WeightedLoss:
-    """The user's loss, multiplied by `weight`."""
-
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        self._loss_fn, self.weight = loss_fn, 1.0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self._loss_fn(*args, **kwargs)
-        return loss if self.weight == 1.0 else loss * self.weight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,7 +131,6 @@ class FitContext:
     shares: tuple[int, ...]  # micro-batches of each pipeline in a step, in lockstep
     pipeline: Pipeline
     samples: SampleLoader
-    loss: WeightedLoss
     log: EventLog | None
     checkpointer: TrainerCheckpointer | None  # None without a run folder
     preemption: PreemptionHandler
@@ -384,15 +372,10 @@ class Phase:
             return None
         self.strategy.update(self.sampler.acknowledge)
         self.advance_lr_scheduler(batch_slice.step + 1)
-        loss = None
-        if losses:
-            weighted = zip(losses, pipeline.sizes, strict=True)
-            total = sum(each.item() * size for each, size in weighted)
-            loss = total / batch_slice.num_samples / batch_slice.weight
         info = StepInfo(
             step=batch_slice.step,
             num_samples=batch_slice.num_samples,
-            loss=loss,
+            loss=mean_loss(losses, pipeline.loss_counts) if losses else None,
             seconds=time.perf_counter() - start,
         )
         if pipeline.is_first:
@@ -412,7 +395,6 @@ class Phase:
             pipeline.end_batches()
             return None
         next_ranges = self.sampler.peek()
-        self._context.loss.weight = batch_slice.weight
         batch = self._fit.prefetcher.load(batch_slice.ranges, next_ranges)
         arguments, keywords = as_arguments(batch.inputs)
         pipeline.step(
@@ -430,7 +412,6 @@ class Phase:
         pipeline = self._context.pipeline
 
         def target(batch_slice: BatchSlice) -> Any:
-            self._context.loss.weight = batch_slice.weight
             return self._fit.prefetcher.load(batch_slice.ranges, batch_slice.next_ranges).target
 
         try:
