@@ -163,10 +163,7 @@ def test_several_cross_entropies_of_unequal_labels_are_weighted_by_samples_with_
 
 def test_two_calls_on_the_same_labels_count_them_once() -> None:
     def two(logits: Tensor, labels: Tensor) -> Tensor:
-        flat = labels.flatten()
-        return cross_entropy(logits.flatten(0, 1), flat) + cross_entropy(
-            -logits.flatten(0, 1), flat
-        )
+        return flat_cross_entropy(logits, labels) + flat_cross_entropy(-logits, labels)
 
     assert count_of(two, *batch(0, [4, 1, 0])) == 5
 

@@ -125,8 +125,13 @@ def reference(
 
 
 def train(
-    loss_fn: Callable[..., Any], plan: Plan, sync: str, *, with_loss: bool = False
-) -> tuple[list[float | None], dict[str, Tensor], float]:
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    sync: str,
+    *,
+    with_loss: bool = False,
+    steps: int = STEPS,
+) -> tuple[list[tuple[float | None, float]], dict[str, Tensor], float]:
     trainer = Trainer(
         lambda: build(with_loss=with_loss),
         loss_fn,
@@ -141,7 +146,7 @@ def train(
         timeout=30.0,
     )
     with trainer:
-        losses = [step.loss for step in trainer.fit(max_steps=STEPS).steps]
+        losses = [(step.loss, step.num_labels) for step in trainer.fit(max_steps=steps).steps]
         return losses, trainer.model.state_dict(), trainer.evaluate(dataset())
 
 
@@ -198,5 +203,27 @@ def test_every_plan_equals_one_process_on_the_whole_batch(
         for pipeline in range(num_pipelines):
             ranks = by_rank[pipeline * num_stages : (pipeline + 1) * num_stages]
             assert_close(merged(state for _, state, _ in ranks), weights, tolerance=1e-8)
-        if num_pipelines == 1:
-            assert by_rank[-1][0] == pytest.approx(expected_losses, rel=1e-9)
+        last_stages = [losses for losses, _, _ in by_rank[num_stages - 1 :: num_stages]]
+        found_losses = [
+            sum((loss or 0.0) * labels for loss, labels in step) / sum(labels for _, labels in step)
+            for step in zip(*last_stages, strict=True)
+        ]
+        assert found_losses == pytest.approx(expected_losses, rel=1e-9), case
+
+
+def test_models_are_averaged_after_steps_on_the_labels_of_each_pipeline(tmp_path: Path) -> None:
+    plan = Plan(layers_per_stage=LAYERS[1], pipelines=(PipelinePlan(schedule="1f1b"),) * 2)
+    found = run_stages(2, lambda _: train(padded, plan, "static", steps=1)[1], tmp_path)
+
+    def own_step(rows: slice) -> dict[str, Tensor]:
+        model, (tokens, labels) = build(with_loss=False), dataset().tensors
+        whole_batch(padded, model, tokens[rows], labels[rows]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        return model.state_dict()
+
+    halves = slice(0, BATCH // 2), slice(BATCH // 2, BATCH)
+    first, second = run_single_process(lambda: list(map(own_step, halves)), tmp_path)
+    for weights in found:
+        mean = {name: (first[name] + second[name]) / 2 for name in first}
+        assert_close(weights, mean, tolerance=1e-8)
