@@ -189,6 +189,32 @@ def test_reduced_variance_optimizer_gets_num_averaged(
     assert run_replicas(3, work, tmp_path) == [number] * 3
 
 
+def test_num_averaged_ends_with_the_group_sync_and_is_not_saved(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[float]:
+        model, found = Point(), []
+        optimizer = ReducedVarianceAdamW(model.parameters(), lr=0.1)
+
+        def step(sync: GroupSync) -> None:
+            model(target_of(ctx.rank)).backward()
+            optimizer.step()
+            sync.step()
+            optimizer.zero_grad()
+            found.append(optimizer.num_averaged)
+
+        with GroupSync(model, optimizer, "age", timeout=TIMEOUT) as sync:
+            step(sync)
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+            step(sync)
+        found.append(optimizer.num_averaged)  # as before
+        with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT, name="next") as sync:
+            optimizer.load_state_dict(saved)
+            step(sync)
+        return [*found, saved["param_groups"][0]["num_averaged"]]
+
+    assert run_replicas(2, work, tmp_path) == [[2.0, 2.0, 1.0, 1.0, 1.0]] * 2
+
+
 def test_half_precision_models_are_averaged(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[float]:
         model = Point(size=2).bfloat16()
