@@ -127,6 +127,7 @@ class GroupSync:
             setup,
             overlap=overlap,
             decoupled=decoupled,
+            state=state,
             outer=outer,
             coordinator=coordinator,
             keys=keys,
@@ -421,11 +422,18 @@ def _check_options(
     *,
     overlap: bool,
     decoupled: bool,
+    state: OptimizerStateMode,
     outer: OuterNesterov | None,
     coordinator: str | None,
     keys: object,
 ) -> None:
     _check_overlap(setup, overlap, decoupled)
+    if state == "average" and setup.mode.has_server:
+        raise PolicyError(
+            f'state="average" under {setup.policy}',
+            expected="a policy that averages models: the parameter server holds weights only",
+            fix='use state="local", or another policy, such as adaptive',
+        )
     if decoupled:
         _check_decoupled(setup)
     if outer is not None and not setup.mode.has_outer_optimizer:
