@@ -299,7 +299,8 @@ class Averager:
         def should_stop() -> bool:
             return assign.gid in self._aborted or self._error is not None
 
-        gid, weights, start = assign.gid, assign.weights, time.perf_counter()
+        gid, start = assign.gid, time.perf_counter()
+        weights = [1 / len(members)] * len(members)
         split: SplitAllReduce | None = None
         try:
             self._connections.connect(
