@@ -167,6 +167,33 @@ def test_tensor_parallel_matches_single_process(tmp_path: Path) -> None:
         assert_as_one_process(list(stages), expected)
 
 
+@pytest.mark.timeout(60)
+def test_chained_tensor_parallel_layers_match_single_process(tmp_path: Path) -> None:
+    """Nothing between or after them waits for their collectives: they return unfinished results."""
+
+    def chained() -> nn.Sequential:
+        torch.manual_seed(8)
+        return nn.Sequential(*(nn.Linear(*shape) for _ in range(2) for shape in ((8, 12), (12, 8))))
+
+    def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
+        partition = split_sequential(chained(), stage=stage, num_stages=2)
+        first, second = partition.module._modules
+        plan = {first: ColwiseParallel(), second: RowwiseParallel()}
+        parallelize_module(partition.module, mesh["share"], plan)
+        group = mesh.get_group("stage")
+        return [train(partition, group, lambda x: x, schedule="1f1b")["gradients"]]
+
+    def single_process() -> dict[str, Tensor]:
+        model = chained()
+        for inputs, target in BATCHES:
+            mse_loss(model(inputs), target).backward()
+        return gradients(model)
+
+    expected = run_single_process(single_process, tmp_path)
+    for stages in zip(*in_mesh(tmp_path, work), strict=True):
+        assert_close(merged(stages), expected)
+
+
 class Named(nn.Module):
     """A model with a tied head; `from_layers` ends its forward at the next stage."""
 

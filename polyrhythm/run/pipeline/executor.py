@@ -142,14 +142,14 @@ class StageCompute:
     def _measure_activations(self, kind: int) -> Iterator[None]:
         nbytes_by_tensor: dict[tuple[int, int], Bytes] = {}
         held = self.call.parameters() if isinstance(self.call, nn.Module) else ()
-        parameters = {local(p).untyped_storage().data_ptr() for p in held}
+        parameters = {t.untyped_storage().data_ptr() for p in held for t in _plain_tensors(p)}
 
         @torch.compiler.disable  # otherwise it is traced as a part of a compiled module
         def record_saved(saved_tensor: Tensor) -> Tensor:
-            tensor = local(saved_tensor)
-            # By view, not by storage: a micro-batch is a view of the user's batch.
-            if tensor.untyped_storage().data_ptr() not in parameters:
-                nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+            for tensor in _plain_tensors(saved_tensor):
+                # By view, not by storage: a micro-batch is a view of the user's batch.
+                if tensor.untyped_storage().data_ptr() not in parameters:
+                    nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
             return saved_tensor.detach()  # the tensor itself would keep its own graph alive
 
         with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
@@ -385,6 +385,17 @@ def _shown(value: object) -> str:
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return f"{value.layout} tensor"
     return type(value).__name__
+
+
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors inside one: a shard, the result of a collective still under way."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # of tensors that wrap others
+    if flatten is not None:
+        inner = (getattr(tensor, name) for name in flatten()[0])
+        return [plain for x in inner if isinstance(x, Tensor) for plain in _plain_tensors(x)]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout == torch.strided else []
 
 
 def local(tensor: Tensor) -> Tensor:
