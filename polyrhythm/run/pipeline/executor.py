@@ -53,6 +53,7 @@ class StageCompute:
     device: torch.device
     loss_fn: Callable[..., Tensor] | None = None
     compute: EmulatedCompute | None = None
+    dw_builder: Callable[[], Callable[..., None]] | None = None  # adds the gradients of weights
     is_synchronized: bool = False  # wait for the GPU after each action: for a log or emulation
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
@@ -104,6 +105,8 @@ class StageCompute:
             with torch.autocast(self.device.type, enabled=False) if is_autocast else nullcontext():
                 outputs: list[Any] = [edge for edge, _ in pairs]
                 torch.autograd.backward(outputs, [g for _, g in pairs])
+                if self.dw_builder is not None:
+                    self.dw_builder()()
         self._end_timing(Op.B, kind, start)
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
 
@@ -214,12 +217,14 @@ class Executor:
         m, kind = action.microbatch, batch.kind(action.microbatch)
         inputs = self._inputs(action, batch)
         keywords = self._to_device(batch.keywords[m - batch.first], batch)
+        arguments: Sequence[Any] = inputs
+        if (named := self.wiring.named_inputs) is not None:
+            arguments, keywords = (), named.bind(inputs, keywords, self.stage.stage)
         if self.stage.is_last:
-            outputs = self.stage.forward(
-                kind, inputs, keywords, partial(self._compute_loss, m, batch)
-            )
+            finish = partial(self._compute_loss, m, batch)
+            outputs = self.stage.forward(kind, arguments, keywords, finish)
         else:
-            returned = self.stage.forward(kind, inputs, keywords)
+            returned = self.stage.forward(kind, arguments, keywords)
             outputs = _tensors_of(returned, stage=self.stage.stage)
             self._send_outputs(action, kind, outputs, training=batch.header.training)
         if batch.header.training:
