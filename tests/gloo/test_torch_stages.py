@@ -40,10 +40,14 @@ INPUTS, TARGET = random_batch(8, 8, seed=1)
 
 
 class SkipModel(nn.Module):
-    """Stage 2 takes outputs of stages 0 and 1, and two stages use one layer and one weight."""
+    """Stage 2 takes an input of the model, and outputs of both others.
 
-    def __init__(self) -> None:
+    Two stages use one layer, and two one weight. If `parallel`, stage 1 does not need stage 0.
+    """
+
+    def __init__(self, parallel: bool = False) -> None:
         super().__init__()
+        self.parallel = parallel
         torch.manual_seed(5)
         self.embed, self.norm, self.middle, self.head = (nn.Linear(8, 8) for _ in range(4))
         self.head.weight = self.embed.weight
@@ -52,9 +56,9 @@ class SkipModel(nn.Module):
         hidden = self.embed(shift) + x
         skipped = torch.tanh(hidden)
         pipe_split()
-        middle = self.middle(self.norm(hidden)) * scale
+        middle = self.middle(self.norm(scale if self.parallel else hidden))
         pipe_split()
-        return self.head(self.norm(middle) + skipped + hidden)
+        return self.head(self.norm(middle) * scale + skipped + hidden)
 
 
 ARGUMENTS = {
@@ -66,10 +70,10 @@ TIED = [{0: "embed.weight", 2: "head.weight"}] + [
 ]
 
 
-def traced() -> Any:
+def traced(model: nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, while it traces
-        return pipeline(SkipModel(), tuple(value[:2] for value in ARGUMENTS.values()))
+        return pipeline(model, tuple(value[:2] for value in ARGUMENTS.values()))
 
 
 @pytest.mark.timeout(90)
@@ -77,12 +81,16 @@ def test_traced_stages_with_skips_and_shared_layers_match_one_process(tmp_path: 
     """Arguments bind by the model's signature, and a later stage takes one by keyword."""
 
     def work(ctx: DistContext) -> dict[str, Any]:
-        pipe = traced()
+        if ctx.rank == 0:
+            unordered = traced(SkipModel(parallel=True)).build_stage(0, CPU)
+            with pytest.raises(ScheduleError, match="in the order submod_pp_1, submod_pp_0"):
+                Pipeline(unordered, 4, mse_loss)
+        pipe = traced(SkipModel())
         stage = pipe.build_stage(ctx.rank, CPU)
         with pytest.raises(ScheduleError, match=r"fix: pass tied=pipe.replicated_params"):
             Pipeline(stage, 4, mse_loss)
         args = tuple(ARGUMENTS.values()) if ctx.rank == 0 else ()
-        keywords = {"scale": ARGUMENTS["scale"]} if ctx.rank == 1 else {}
+        keywords = {"scale": ARGUMENTS["scale"]} if ctx.rank == 2 else {}
         target = TARGET if ctx.rank == 2 else None
         tied = pipe.replicated_params
         options = {"tied": tied, "schedule": "kfkb:2", "timeout": 20}

@@ -204,6 +204,13 @@ def _traced_wiring(torch_stage: Any) -> Wiring:
         node = node.args[0] if node.target is operator.getitem else node
         return stages.get(node.name, -1), position
 
+    called = [node.target for node in nodes if node.op == "call_module"]
+    if called != sorted(called, key=lambda name: int(name.rpartition("_")[2])):
+        raise ScheduleError(
+            f"a traced model that calls its stages in the order {', '.join(called)}",
+            expected="every stage to need the one before it: torch numbers others by mistake",
+            fix="split the model elsewhere, or by hand",
+        )
     own = torch_stage.stage_index
     sent: dict[int, set[int]] = {}  # own outputs by target
     for node in nodes:
@@ -236,31 +243,30 @@ def _traced_wiring(torch_stage: Any) -> Wiring:
 
 
 def _check_no_copies(torch_stage: Any) -> None:
-    """Refuse a traced stage that seems to share a parameter: torch makes copies, which differ."""
-    own: list[tuple[int | None, str, Tensor]] = []
-    others: list[tuple[int | None, str, Tensor]] = []
-    for name, module in torch_stage.pipe_info.graph.owning_module.named_children():
-        stage = torch_stage.submod_to_stage_index.get(name)
-        parameters = own if stage == torch_stage.stage_index else others
-        parameters += [(stage, key, p) for key, p in module.named_parameters()]
-    for _, name, parameter in own:
-        for stage, other_name, other in others:
-            if "@" in name or "@" in other_name or _is_copy(parameter, other):
+    """Refuse a traced model whose stages seem to share a parameter: torch has made copies of it.
+
+    Every process has the modules of all stages, so all of them refuse it.
+    """
+    seen: dict[tuple[object, ...], tuple[str, str, Tensor]] = {}
+    for submodule, module in torch_stage.pipe_info.graph.owning_module.named_children():
+        for name, parameter in module.named_parameters():
+            problem = ""
+            if "@" in name:  # torch's name for a module that another stage has, too
+                problem = f"{name} of {submodule} is a copy"
+            elif not parameter.is_meta and not isinstance(parameter, DTensor):
+                start = parameter.detach().flatten()[:64].tolist()
+                if not start or bool((parameter == start[0]).all()):
+                    continue  # as of a fresh norm: equal by chance
+                key = (parameter.shape, parameter.dtype, *start)
+                where, other_name, other = seen.setdefault(key, (submodule, name, parameter))
+                if where != submodule and torch.equal(other.cpu(), parameter.cpu()):
+                    problem = f"{name} of {submodule} seems to be a copy of {other_name} of {where}"
+            if problem:
                 raise ScheduleError(
-                    f"{name} of stage {torch_stage.stage_index} may be {other_name} of stage "
-                    f"{stage}: torch makes copies of a parameter that stages share",
+                    problem,
                     expected="the names of shared parameters, whose gradients are summed",
                     fix="pass tied=pipe.replicated_params, which is empty if there are none",
                 )
-
-
-def _is_copy(one: Tensor, other: Tensor) -> bool:
-    """Whether two parameters have equal values that are not all the same, as of a fresh norm."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or other.is_meta:
-        return False
-    first, second = (x.detach().flatten()[:64].cpu() for x in (one, other))
-    is_constant = not first.numel() or bool((one == first[0]).all())
-    return torch.equal(first, second) and not is_constant and torch.equal(one.cpu(), other.cpu())
 
 
 def _named_ties(
