@@ -1,6 +1,6 @@
 """The options of a pipeline, checked before any communication."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from polyrhythm.describe.units import parse
@@ -10,10 +10,13 @@ from polyrhythm.schedule.limits import one_f_one_b_limits
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import AUTO, Bytes, Seconds
 
+# Per shared parameter, its name on each stage that has it: torch's `Pipe.replicated_params`.
+TiedNames = Sequence[Mapping[int | str, str]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """The options of `Pipeline`; all but the last two must be equal on all stages."""
+    """The options of `Pipeline`; all but the two of memory must be equal on all stages."""
 
     n_microbatches: int | None
     microbatch_sizes: Sequence[int] | None
@@ -25,6 +28,8 @@ class PipelineOptions:
     timeout: Seconds
     memory_limit: str | Bytes | None
     optimizer_floats: float
+    tied: TiedNames | None = None
+    has_loss: bool = True
 
     def __post_init__(self) -> None:
         self._check_microbatches()
@@ -80,7 +85,8 @@ class PipelineOptions:
         schedule = AUTO if self.is_tuned else self.spec
         return (
             f"micro-batches {microbatches}, schedule {schedule}, flush {self.flush}, "
-            f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}"
+            f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}, "
+            f"{'a' if self.has_loss else 'no'} loss_fn, tied {list(map(dict, self.tied or ()))}"
         )
 
     def pipedream_limits(self, num_stages: int) -> tuple[int, ...]:
@@ -104,6 +110,13 @@ class PipelineOptions:
                 expected="one of the two",
                 fix="pass n_microbatches=8 to split every batch into 8, or "
                 "microbatch_sizes=[1, 2, 4] to let schedule='auto' choose",
+            )
+        sizes: list[object] = [*(self.microbatch_sizes or ()), self.n_microbatches or 0]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ScheduleError(
+                f"{sizes[0]!r} as a number of micro-batches or samples",
+                expected="an integer",
+                fix="pass n_microbatches=8; it is the second argument, before loss_fn",
             )
         least = min(self.microbatch_sizes or [self.n_microbatches or 0])
         if least < 1:
