@@ -35,7 +35,7 @@ from polyrhythm.run.pipeline.batch import (
     BatchSplitter,
     Metadata,
     StepInputs,
-    join_outputs,
+    merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.options import PipelineOptions
@@ -82,6 +82,9 @@ class Pipeline:
         tune_every: int = 5,
         flush: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
         scale_grads: bool = True,
         window: int | None = None,
         timeout: Seconds = DEFAULT_TIMEOUT,
@@ -102,6 +105,11 @@ class Pipeline:
         `flush=False`: a step runs the forward of its batch, unsplit, and the backward of an earlier
         batch, so that stages never wait for the pipeline to empty; see `drain`.
 
+        `args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec` are those of torch's
+        schedules, or one spec for all: which dimension of an argument counts samples
+        (`TensorChunkSpec(dim)`), what goes whole to every micro-batch (`_Replicate()`), and how
+        outputs are merged. By default samples are along the first dimension.
+
         `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
         over micro-batches. `timeout`: the longest wait for another stage before it counts as lost.
         `window`: number of receives posted ahead per direction, instead of the schedule's number.
@@ -119,6 +127,9 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
         )
         self.ranks, self.stage = stage_ranks(process_group)  # ranks of all stages, in the job
         self.num_stages = len(self.ranks)
@@ -512,7 +523,7 @@ class Pipeline:
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
-        return join_outputs(batch.outputs)
+        return merge_outputs(batch.outputs, self._splitter.options.output_merge_spec)
 
 
 def _norm(gradient: Tensor | None, norm_type: float) -> Tensor:
