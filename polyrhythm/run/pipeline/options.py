@@ -15,6 +15,8 @@ from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import AUTO, Bytes, Seconds
 
 SPEC_IMPORT = "torch.distributed.pipelining.microbatch"  # where users import chunk specs from
+# Per shared parameter, its name on each stage that has it: torch's `Pipe.replicated_params`.
+TiedNames = Sequence[Mapping[int | str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class PipelineOptions:
     args_chunk_spec: Any = None  # a spec, or a tree of specs like the arguments
     kwargs_chunk_spec: Any = None
     output_merge_spec: Any = None
+    tied: TiedNames | None = None
+    has_loss: bool = True
 
     def __post_init__(self) -> None:
         self._check_microbatches()
@@ -90,7 +94,8 @@ class PipelineOptions:
         schedule = AUTO if self.is_tuned else self.spec
         return (
             f"micro-batches {microbatches}, schedule {schedule}, flush {self.flush}, "
-            f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}"
+            f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}, "
+            f"{'a' if self.has_loss else 'no'} loss_fn, tied {list(map(dict, self.tied or ()))}"
         )
 
     def pipedream_limits(self, num_stages: int) -> tuple[int, ...]:
@@ -114,6 +119,13 @@ class PipelineOptions:
                 expected="one of the two",
                 fix="pass n_microbatches=8 to split every batch into 8, or "
                 "microbatch_sizes=[1, 2, 4] to let schedule='auto' choose",
+            )
+        sizes: list[object] = [*(self.microbatch_sizes or ()), self.n_microbatches or 0]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ScheduleError(
+                f"{sizes[0]!r} as a number of micro-batches or samples",
+                expected="an integer",
+                fix="pass n_microbatches=8; it is the second argument, before loss_fn",
             )
         least = min(self.microbatch_sizes or [self.n_microbatches or 0])
         if least < 1:
