@@ -35,7 +35,7 @@ from polyrhythm.run.pipeline.batch import (
     BatchSplitter,
     Metadata,
     StepInputs,
-    join_outputs,
+    merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
@@ -75,6 +75,10 @@ class Pipeline:
         stage: Any,
         n_microbatches: int | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
         *,
         microbatch_sizes: Sequence[int] | None = None,
         schedule: str | ScheduleSpec | Schedule = "auto",
@@ -83,7 +87,6 @@ class Pipeline:
         tune_every: int = 5,
         flush: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        scale_grads: bool = True,
         tied: TiedNames | None = None,
         window: int | None = None,
         timeout: Seconds = DEFAULT_TIMEOUT,
@@ -106,6 +109,11 @@ class Pipeline:
         `flush=False`: a step runs the forward of its batch, unsplit, and the backward of an earlier
         batch, so that stages never wait for the pipeline to empty; see `drain`.
 
+        `args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec` are those of torch's
+        schedules, or one spec for all: which dimension of an argument counts samples
+        (`TensorChunkSpec(dim)`), what goes whole to every micro-batch (`_Replicate()`), and how
+        outputs are merged. By default samples are along the first dimension.
+
         `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
         over micro-batches. `tied=[{0: "embed.weight", 3: "head.weight"}]`: parameters that modules
         split by hand share, by stage; their gradients are summed. `timeout`: the longest wait for
@@ -124,6 +132,9 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
             tied=tied,
             has_loss=loss_fn is not None,
         )
@@ -538,7 +549,7 @@ class Pipeline:
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
-        return join_outputs(batch.outputs)
+        return merge_outputs(batch.outputs, self._splitter.options.output_merge_spec)
 
 
 def _same_group(

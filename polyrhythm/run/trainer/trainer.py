@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -329,6 +330,8 @@ class Trainer:
             part,
             loss_fn=self._loss,
             microbatch_sizes=[self._global_batch.microbatch_size],
+            args_chunk_spec=TensorChunkSpec(0),  # samples are collated along the first dimension
+            kwargs_chunk_spec=TensorChunkSpec(0),
             schedule=config.schedule,
             memory_limit=config.memory_limit,
             process_group=group,
