@@ -14,7 +14,7 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.plan_file import plan_table
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.folder import CHECKPOINTS, list_steps
-from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
+from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from polyrhythm.run.checkpoint.state import restore
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members
@@ -93,16 +93,20 @@ class TrainerCheckpointer:
                 blocking=blocking,
             )
 
-    def restore(self, path: Path | None, optimizer: Optimizer) -> Manifest | None:
+    def restore(
+        self, path: Path | None, optimizer: Optimizer, check: Callable[[Manifest], object]
+    ) -> Manifest | None:
         """Restore `path`, by default the newest complete checkpoint; None if there is none.
 
         Raises CheckpointError in all processes if the checkpoint at `path` is damaged; without
-        `path`, if checkpoints exist and all are damaged.
+        `path`, if checkpoints exist and all are damaged. `check` may refuse it, before anything
+        has changed.
         """
         checkpoints = self.open()
         found, module = self._find_checkpoint(path), self.part.module
         if found is None:
             return None
+        check(read_manifest(found))
         if checkpoints is not None:
             return checkpoints.restore(found, module, optimizer, verify=False)
         return restore(found, module, optimizer, tied=self.part.tied, whole=False, verify=False)

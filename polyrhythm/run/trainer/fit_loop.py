@@ -37,7 +37,7 @@ from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.evaluate import as_arguments
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER
-from polyrhythm.run.trainer.sampler import GlobalBatch, make_sampler
+from polyrhythm.run.trainer.sampler import DataSettings, GlobalBatch, make_sampler
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import EventLog
@@ -108,12 +108,6 @@ class TrainProgress:
     def restore(self, manifest: Manifest) -> DatasetState | None:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
         extra = manifest.extra
-        if not {"supply", "rates"} <= extra.keys():
-            raise CheckpointError(
-                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
-                expected="a checkpoint with sampler state and learning rates",
-                fix="load the model from it by Checkpointer.restore, and start from step 0",
-            )
         self.step = manifest.step
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
@@ -155,11 +149,39 @@ class FitContext:
     def is_leader(self) -> bool:
         return self.worker == LEADER
 
+    @property
+    def data_settings(self) -> DataSettings:
+        data, global_batch = self.config.data, self.global_batch
+        return DataSettings(
+            batch_size=global_batch.size,
+            microbatch_size=global_batch.microbatch_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            num_samples=self.samples.num_samples,
+            first_position=global_batch.first_position,
+        )
+
+    def saved_settings(self, manifest: Manifest, *, restarts_data: bool) -> DataSettings | None:
+        """Return those of a checkpoint, None if it has none; refuse it if they do not fit."""
+        if not {"supply", "rates"} <= manifest.extra.keys():
+            raise CheckpointError(
+                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
+                expected="a checkpoint with sampler state and learning rates",
+                fix="load the model from it by Checkpointer.restore, and start from step 0",
+            )
+        if "data" not in manifest.extra:
+            return None
+        saved = msgspec.convert(manifest.extra["data"], DataSettings)
+        if not restarts_data:
+            self.data_settings.check_continues(saved)
+        return saved
+
     def extra(self, progress: TrainProgress, sampler_state: SamplerState) -> dict[str, Any]:
         """Return what a checkpoint holds besides model and optimizer."""
         first_unused = sampler_state.first_unused  # the manifest has the leader's `extra`
         dataset_state = self.samples.state_at(first_unused) if self.is_leader else None
-        return progress.extra(sampler_state, dataset_state)
+        settings = {"data": msgspec.to_builtins(self.data_settings)}
+        return progress.extra(sampler_state, dataset_state) | settings
 
     def new_optimizer(self) -> Optimizer:
         """Make the optimizer of this stage's parameters; raises LaunchError."""
@@ -219,7 +241,7 @@ class FitLoop:
 
     @property
     def end_of_samples(self) -> int:
-        return self.num_steps * self.context.global_batch.size
+        return self.context.global_batch.start_of(self.num_steps)
 
     def _train(self, mode: SyncMode) -> str | None:
         """Train one phase and return the sync mode of the next; None ends the fit."""
@@ -231,7 +253,8 @@ class FitLoop:
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
             progress = self.progress
             progress.sampler_state = decision.sampler_state
-            progress.step = decision.sampler_state.num_used // self.context.global_batch.size
+            num_used = decision.sampler_state.num_used
+            progress.step = self.context.global_batch.step_at(num_used)
             phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
             self.is_stopped = decision.is_preempted

@@ -12,8 +12,10 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -58,9 +60,11 @@ from polyrhythm.run.trainer.fit_loop import (
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
 from polyrhythm.run.trainer.run_dir import lock_run_dir
+from polyrhythm.run.trainer.sampler import DataSettings
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
+from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.sync.setup import check_sync
 from polyrhythm.types import AUTO, Bytes, Seconds, Worker
@@ -277,19 +281,28 @@ class Trainer:
         checkpointer.save(self.global_step, strategy, extra, blocking=True)
         checkpointer.wait()
 
-    def restore(self, path: Path | str | None = None) -> int:
+    def restore(self, path: Path | str | None = None, *, restart_data: bool = False) -> int:
         """Restore a checkpoint, by default the newest of the run, and return its step, or 0.
 
-        The job that saved it may have had another plan. Raises CheckpointError if the checkpoint
-        at `path` is damaged; without `path`, if checkpoints exist and all are damaged.
+        The job that saved it may have had another plan, and another `batch_size`: samples that
+        were used stay used, and steps count on. Another seed, shuffle or number of samples is
+        refused, unless `restart_data`: then the data starts again from its first sample.
+
+        Raises CheckpointError if the checkpoint at `path` is damaged; without `path`, if
+        checkpoints exist and all are damaged.
         """
         self._check_between_fits("restore()")
         progress, checkpoint = self._progress, None if path is None else Path(path)
-        manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer)
+        check = partial(self._context.saved_settings, restarts_data=restart_data)
+        manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer, check)
         if manifest is not None:
             self.pipeline.num_steps = manifest.step
-            if (dataset_state := progress.restore(manifest)) is not None:
+            dataset_state = progress.restore(manifest)
+            if restart_data:
+                progress.sampler_state = SamplerState()
+            elif dataset_state is not None:
                 self._samples.resume_from(dataset_state)
+            self._continue_batches(check(manifest), restart_data)
         return self.global_step
 
     def close(self) -> None:
@@ -342,6 +355,29 @@ class Trainer:
         if config.schedule == AUTO != planned:
             pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         return pipeline
+
+    def _continue_batches(self, saved: DataSettings | None, restarts_data: bool) -> None:
+        """After a restore, continue with the samples that are not used yet."""
+        step, batch = self.global_step, self._context.global_batch
+        if saved is None and not restarts_data and self.worker == LEADER:
+            warnings.warn(
+                f"the checkpoint of step {step} was saved by an earlier version: whether it has "
+                f"the same batch_size, seed, shuffle and number of samples cannot be checked",
+                stacklevel=3,
+            )
+        if saved is None or restarts_data:
+            first = self._progress.sampler_state.num_used - step * batch.size
+            batch = replace(batch, first_position=first)
+        else:
+            batch = saved.continued(batch, step, self._progress.sampler_state.num_used)
+            if saved.batch_size != batch.size and self.worker == LEADER:
+                _logger.warning(
+                    "restored with batch_size=%d, saved with %d: steps and learning rates continue "
+                    "from step %d, with the samples that are not used yet",
+                    *(batch.size, saved.batch_size, step),
+                )
+        self._global_batch = batch
+        self._context = replace(self._context, global_batch=batch)
 
     def _close_files(self) -> None:
         if self._log is not None:
