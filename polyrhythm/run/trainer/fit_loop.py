@@ -9,6 +9,8 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 """
 
 import base64
+import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -47,6 +49,7 @@ from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import AUTO, Seconds, Worker
 
 _LR_STATE = "the state of the learning rate scheduler"
+_logger = logging.getLogger(__name__)
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
 
@@ -79,6 +82,7 @@ class TrainProgress:
     step: int = 0  # global steps done
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
+    is_loss_finite: bool = True  # in the last step, on the last stage
 
     def make_lr_scheduler(self, config: TrainerConfig, optimizer: Optimizer) -> LRScheduler | None:
         """Make the learning rate scheduler and load its state."""
@@ -420,6 +424,7 @@ class Phase:
         )
         if pipeline.is_first:
             self._time_step(info.seconds)
+        self._warn_if_not_finite(info)
         self._record(info, start)
         self._save_if_due(batch_slice.step + 1)
         for callback in self._context.config.callbacks:
@@ -490,6 +495,19 @@ class Phase:
             samples = SampleDispatcher(self.strategy.sync)
             samples.sampler_state(last_batch=self._context.global_batch.size)
             self._has_ended_samples = True
+
+    def _warn_if_not_finite(self, info: StepInfo) -> None:
+        """Warn of the first non-finite loss after a finite one; the value is known here."""
+        if info.loss is None:
+            return
+        is_finite, was_finite = math.isfinite(info.loss), self._progress.is_loss_finite
+        self._progress.is_loss_finite = is_finite
+        if was_finite and not is_finite:
+            _logger.warning(
+                "step %d: the loss of pipeline %d is %s, and weights may become so; checkpoints "
+                "with finite weights are kept",
+                *(info.step, self._context.worker.pipeline, info.loss),
+            )
 
     def _record(self, info: StepInfo, start: Seconds) -> None:
         log = self._context.log

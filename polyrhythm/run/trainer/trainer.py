@@ -155,7 +155,7 @@ class Trainer:
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
-        self._num_fits, self._is_fitting = 0, False
+        self._num_fits, self._is_fitting, self._has_started = 0, False, False
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
@@ -225,17 +225,19 @@ class Trainer:
         return self.pipeline.module
 
     @renamed_arguments(steps="max_steps=")
-    def fit(self, *, max_steps: int) -> FitResult:
+    def fit(self, *, max_steps: int, overwrite: bool = False) -> FitResult:
         """Train until `max_steps` global steps are done, counted from the start of training.
 
-        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process.
+        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process. A run
+        folder with checkpoints is refused without `restore()`; `overwrite` moves them aside.
         """
         self._check_between_fits("fit()")
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
         store, members = self._context.store, self._context.members
-        settings, fix = {"max_steps": max_steps}, "call fit with one max_steps in all processes"
+        settings = {"max_steps": max_steps, "overwrite": overwrite}
+        fix = "call fit with the same arguments in all processes"
         store.check_consistent(f"fit {self._num_fits}", settings, members, fix=fix)
         if not isinstance(max_steps, int) or max_steps < 0:
             raise LaunchError(
@@ -246,6 +248,7 @@ class Trainer:
         name = f"{self._membership.name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, max_steps)
         if max_steps > self.global_step:
+            self._begin_run("fit()", overwrite=overwrite)
             self._record_run(max_steps - self.global_step)
             self._is_fitting = True
             fit_loop.run()
@@ -276,6 +279,7 @@ class Trainer:
         """Save a checkpoint of the current state; it is on disk when this returns."""
         self._check_between_fits("save()")
         checkpointer, progress = self._require_checkpointer(), self._progress
+        self._begin_run("save()")
         strategy = NoSync(self.pipeline, progress.optimizer, None)
         extra = self._context.extra(progress, progress.sampler_state)
         checkpointer.save(self.global_step, strategy, extra, blocking=True)
@@ -297,6 +301,8 @@ class Trainer:
         manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer, check)
         if manifest is not None:
             self.pipeline.num_steps = manifest.step
+            if manifest.is_finite is False and self.worker == LEADER:
+                warnings.warn(f"the weights of {path} are not finite", stacklevel=2)
             dataset_state = progress.restore(manifest)
             if restart_data:
                 progress.sampler_state = SamplerState()
@@ -355,6 +361,14 @@ class Trainer:
         if config.schedule == AUTO != planned:
             pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         return pipeline
+
+    def _begin_run(self, what: str, *, overwrite: bool = False) -> None:
+        """Before the first step or save: refuse checkpoints that were not restored."""
+        if self._checkpointer is not None and not self._has_started:
+            begin = partial(self._checkpointer.begin_run, what, overwrite=overwrite)
+            store, members = self._context.store, self._context.members
+            store.run_on_leader(f"the checkpoints before {what} {self._num_fits}", begin, members)
+        self._has_started = True
 
     def _continue_batches(self, saved: DataSettings | None, restarts_data: bool) -> None:
         """After a restore, continue with the samples that are not used yet."""
