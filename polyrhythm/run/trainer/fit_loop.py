@@ -38,7 +38,7 @@ from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.evaluate import as_arguments
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import LEADER
+from polyrhythm.run.trainer.rank_assignment import LEADER, machine_name
 from polyrhythm.run.trainer.sampler import DataSettings, GlobalBatch, make_sampler
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
@@ -227,8 +227,15 @@ class FitLoop:
         self.prefetcher = Prefetcher(context.samples.load)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
-            num_stages = context.pipeline.num_stages
-            shape = JobShape(shares=context.shares, num_stages=num_stages, overlap=True)
+            machines = context.store.all_gather_object(
+                f"machines of {name}", machine_name(), context.members
+            )
+            shape = JobShape(
+                shares=context.shares,
+                num_stages=context.pipeline.num_stages,
+                overlap=True,
+                is_one_machine=len(set(machines)) == 1,
+            )
             self.exchange = StepTimeExchange(
                 name, context.store, context.first_stages, shape, context.log
             )

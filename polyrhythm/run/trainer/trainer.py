@@ -120,7 +120,7 @@ class Trainer:
         plan: Plan | Path | str = AUTO,
         schedule: str = AUTO,
         memory_limit: str | Bytes | None = None,
-        sync: str | SyncConfig = AUTO,
+        sync: str | SyncConfig = "decoupled",
         split: LayerSplit = LayerSplit(),
         lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
         clip_grad_norm: float | None = None,
@@ -143,7 +143,7 @@ class Trainer:
         model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
         is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
         a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
-        overlapping groups while faster.
+        overlapping groups while much faster.
 
         `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` are
         called after every step of this worker. `timeout` bounds every wait for another process;
