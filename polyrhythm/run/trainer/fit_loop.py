@@ -9,6 +9,8 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 """
 
 import base64
+import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,8 +38,8 @@ from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.evaluate import as_arguments
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import LEADER
-from polyrhythm.run.trainer.sampler import GlobalBatch, make_sampler
+from polyrhythm.run.trainer.rank_assignment import LEADER, machine_name
+from polyrhythm.run.trainer.sampler import DataSettings, GlobalBatch, make_sampler
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import EventLog
@@ -47,6 +49,7 @@ from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import AUTO, Seconds, Worker
 
 _LR_STATE = "the state of the learning rate scheduler"
+_logger = logging.getLogger(__name__)
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
 
@@ -79,6 +82,7 @@ class TrainProgress:
     step: int = 0  # global steps done
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
+    is_loss_finite: bool = True  # in the last step, on the last stage
 
     def make_lr_scheduler(self, config: TrainerConfig, optimizer: Optimizer) -> LRScheduler | None:
         """Make the learning rate scheduler and load its state."""
@@ -108,12 +112,6 @@ class TrainProgress:
     def restore(self, manifest: Manifest) -> DatasetState | None:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
         extra = manifest.extra
-        if not {"supply", "rates"} <= extra.keys():
-            raise CheckpointError(
-                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
-                expected="a checkpoint with sampler state and learning rates",
-                fix="load the model from it by Checkpointer.restore, and start from step 0",
-            )
         self.step = manifest.step
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
@@ -155,11 +153,39 @@ class FitContext:
     def is_leader(self) -> bool:
         return self.worker == LEADER
 
+    @property
+    def data_settings(self) -> DataSettings:
+        data, global_batch = self.config.data, self.global_batch
+        return DataSettings(
+            batch_size=global_batch.size,
+            microbatch_size=global_batch.microbatch_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            num_samples=self.samples.num_samples,
+            first_position=global_batch.first_position,
+        )
+
+    def saved_settings(self, manifest: Manifest, *, restarts_data: bool) -> DataSettings | None:
+        """Return those of a checkpoint, None if it has none; refuse it if they do not fit."""
+        if not {"supply", "rates"} <= manifest.extra.keys():
+            raise CheckpointError(
+                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
+                expected="a checkpoint with sampler state and learning rates",
+                fix="load the model from it by Checkpointer.restore, and start from step 0",
+            )
+        if "data" not in manifest.extra:
+            return None
+        saved = msgspec.convert(manifest.extra["data"], DataSettings)
+        if not restarts_data:
+            self.data_settings.check_continues(saved)
+        return saved
+
     def extra(self, progress: TrainProgress, sampler_state: SamplerState) -> dict[str, Any]:
         """Return what a checkpoint holds besides model and optimizer."""
         first_unused = sampler_state.first_unused  # the manifest has the leader's `extra`
         dataset_state = self.samples.state_at(first_unused) if self.is_leader else None
-        return progress.extra(sampler_state, dataset_state)
+        settings = {"data": msgspec.to_builtins(self.data_settings)}
+        return progress.extra(sampler_state, dataset_state) | settings
 
     def new_optimizer(self) -> Optimizer:
         """Make the optimizer of this stage's parameters; raises LaunchError."""
@@ -201,8 +227,15 @@ class FitLoop:
         self.prefetcher = Prefetcher(context.samples.load)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
-            num_stages = context.pipeline.num_stages
-            shape = JobShape(shares=context.shares, num_stages=num_stages, overlap=True)
+            machines = context.store.all_gather_object(
+                f"machines of {name}", machine_name(), context.members
+            )
+            shape = JobShape(
+                shares=context.shares,
+                num_stages=context.pipeline.num_stages,
+                overlap=True,
+                is_one_machine=len(set(machines)) == 1,
+            )
             self.exchange = StepTimeExchange(
                 name, context.store, context.first_stages, shape, context.log
             )
@@ -219,7 +252,7 @@ class FitLoop:
 
     @property
     def end_of_samples(self) -> int:
-        return self.num_steps * self.context.global_batch.size
+        return self.context.global_batch.start_of(self.num_steps)
 
     def _train(self, mode: SyncMode) -> str | None:
         """Train one phase and return the sync mode of the next; None ends the fit."""
@@ -231,7 +264,8 @@ class FitLoop:
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
             progress = self.progress
             progress.sampler_state = decision.sampler_state
-            progress.step = decision.sampler_state.num_used // self.context.global_batch.size
+            num_used = decision.sampler_state.num_used
+            progress.step = self.context.global_batch.step_at(num_used)
             phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
             self.is_stopped = decision.is_preempted
@@ -397,6 +431,7 @@ class Phase:
         )
         if pipeline.is_first:
             self._time_step(info.seconds)
+        self._warn_if_not_finite(info)
         self._record(info, start)
         self._save_if_due(batch_slice.step + 1)
         for callback in self._context.config.callbacks:
@@ -467,6 +502,19 @@ class Phase:
             samples = SampleDispatcher(self.strategy.sync)
             samples.sampler_state(last_batch=self._context.global_batch.size)
             self._has_ended_samples = True
+
+    def _warn_if_not_finite(self, info: StepInfo) -> None:
+        """Warn of the first non-finite loss after a finite one; the value is known here."""
+        if info.loss is None:
+            return
+        is_finite, was_finite = math.isfinite(info.loss), self._progress.is_loss_finite
+        self._progress.is_loss_finite = is_finite
+        if was_finite and not is_finite:
+            _logger.warning(
+                "step %d: the loss of pipeline %d is %s, and weights may become so; checkpoints "
+                "with finite weights are kept",
+                *(info.step, self._context.worker.pipeline, info.loss),
+            )
 
     def _record(self, info: StepInfo, start: Seconds) -> None:
         log = self._context.log
