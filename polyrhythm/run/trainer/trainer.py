@@ -254,6 +254,7 @@ class Trainer:
             self._is_fitting = True
             fit_loop.run()
             self._is_fitting = False
+            self._context = fit_loop.context  # without the pipelines that were lost
         if fit_loop.is_stopped:
             self._exit_preempted()
         return FitResult(steps=tuple(fit_loop.steps), seconds=time.perf_counter() - start)
