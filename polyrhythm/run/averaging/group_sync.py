@@ -252,6 +252,10 @@ class GroupSync:
         """Return the time spent on averages since the last call; zero under `static`."""
         return AverageTimings(0.0, 0.0, 1) if self._client is None else self._client.pop_timings()
 
+    def lost_pipelines(self) -> set[int]:
+        """Return the pipelines that have lost a worker; only the coordinator's host knows them."""
+        return set() if self._client is None else self._client.lost_pipelines()
+
     def average_all(self) -> None:
         """Average over all workers of the stage; all must call this: to evaluate, save or finish.
 

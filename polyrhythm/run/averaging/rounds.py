@@ -404,6 +404,7 @@ class GroupClient:
         self._timeout, self._clock = rendezvous.timeout, 0
         self._waited: Seconds = 0.0
         self._policy, self._log = rendezvous.setup.policy, log
+        self._workers = rendezvous.setup.workers
         worker, incarnation = self.me = rendezvous.me
         node, policy = rendezvous.nodes[worker], rendezvous.setup.text
         hello = Hello(PROTOCOL, worker, node, 0, incarnation, policy, model.shape())
@@ -483,6 +484,13 @@ class GroupClient:
     def wait_idle(self) -> None:
         """Wait until no peer needs this worker for a committed average."""
         self._averager.wait_idle(self._timeout)
+
+    def lost_pipelines(self) -> set[int]:
+        """Return the pipelines without one of their workers; only the coordinator's host knows."""
+        if self._coordinator is None:
+            return set()
+        present = set(self._coordinator.present)
+        return {worker.pipeline for worker in self._workers if worker not in present}
 
     def close(self, *, graceful: bool) -> None:
         """Leave; the host of the coordinator waits for the others.
