@@ -8,7 +8,7 @@ arrived. Micro-batches run in the same order under every schedule: gradients are
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,9 +33,10 @@ from polyrhythm.run.pipeline.batch import (
     Batch,
     BatchHeader,
     BatchSplitter,
+    EndOfDataError,
     Metadata,
     StepInputs,
-    join_outputs,
+    merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
@@ -77,6 +78,10 @@ class Pipeline:
         stage: Any,
         n_microbatches: int | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
         *,
         microbatch_sizes: Sequence[int] | None = None,
         schedule: str | ScheduleSpec | Schedule = "auto",
@@ -85,7 +90,6 @@ class Pipeline:
         tune_every: int = 5,
         flush: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        scale_grads: bool = True,
         tied: TiedNames | None = None,
         window: int | None = None,
         timeout: Seconds = DEFAULT_TIMEOUT,
@@ -108,6 +112,11 @@ class Pipeline:
         `flush=False`: a step runs the forward of its batch, unsplit, and the backward of an earlier
         batch, so that stages never wait for the pipeline to empty; see `drain`.
 
+        `args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec` are those of torch's
+        schedules, or one spec for all: which dimension of an argument counts samples
+        (`TensorChunkSpec(dim)`), what goes whole to every micro-batch (`_Replicate()`), and how
+        outputs are merged. By default samples are along the first dimension.
+
         `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
         over micro-batches. `tied=[{0: "embed.weight", 3: "head.weight"}]`: parameters that modules
         split by hand share, by stage; their gradients are summed. `timeout`: the longest wait for
@@ -126,6 +135,9 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
             tied=tied,
             has_loss=loss_fn is not None,
         )
@@ -142,6 +154,7 @@ class Pipeline:
             options=options, device=self.device, is_first=self.is_first, is_last=self.is_last
         )
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
+        self._failure: str | None = None  # why a step or eval has failed
         self._last_header: BatchHeader | None = None  # of the latest batch
         self._connections = self._connect(partition.wiring, options, pipeline)
         self.log = log if isinstance(log, EventLog) else None
@@ -382,9 +395,10 @@ class Pipeline:
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
         if self._loss_fn is None and target is None and losses is None:
             return self._forward(StepInputs(*inputs, training=False), None)
-        batch = self._begin(StepInputs(*inputs, training=True))
-        start = time.perf_counter()
-        self._runner.run(batch)
+        with self._record_failure("step"):
+            batch = self._begin(StepInputs(*inputs, training=True))
+            start = time.perf_counter()
+            self._runner.run(batch)
         if (log := self._own_log) is not None:
             values = {"loss": batch.mean_loss()} if batch.losses else {}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
@@ -406,7 +420,7 @@ class Pipeline:
         return self._forward(StepInputs(*inputs, training=False), losses)
 
     def _forward(self, inputs: StepInputs, losses: list[Tensor] | None) -> Any:
-        with torch.no_grad():
+        with self._record_failure("eval"), torch.no_grad():
             batch = self._begin(inputs)
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
             self._executor.run(forwards, batch)
@@ -524,6 +538,35 @@ class Pipeline:
                 fix="create a new Pipeline; without a flush, call drain() before close()",
             )
 
+        if self._failure is not None:
+            raise ScheduleError(
+                f"{called} after {self._failure}",
+                expected="a pipeline in which all stages have finished the last batch: otherwise "
+                "a stage would use what is left of that batch in the next one",
+                fix="create a new Pipeline on all stages, and set weights and optimizer there to "
+                "the same step, such as from a checkpoint",
+            )
+
+    @contextmanager
+    def _record_failure(self, called: str) -> Iterator[None]:
+        """After an error, refuse all further batches, and wake the other stages.
+
+        A single stage with a flush has no batch in flight, and may continue with the next one.
+        """
+        self._check_open(called)
+        try:
+            yield
+        except EndOfDataError:
+            raise
+        except BaseException as error:
+            self._runner.release()
+            if self._connections is not None or not self.is_flushed:
+                text = str(error).splitlines()[:1]
+                self._failure = f"a failed {called}: {': '.join([type(error).__name__, *text])}"
+            if self._connections is not None:
+                self._connections.abort()
+            raise
+
     def _release(self) -> None:
         self._is_closed = True
         self._runner.release()
@@ -532,7 +575,6 @@ class Pipeline:
 
     def _begin(self, step_inputs: StepInputs) -> Batch:
         """Split the batch as its header prescribes, and post its receives."""
-        self._check_open("step" if step_inputs.training else "eval")
         step_inputs.check(self._loss_fn, is_last=self.is_last)
         self._splitter.microbatch_size = (
             self._runner.microbatch_size or self._splitter.microbatch_size
@@ -550,7 +592,7 @@ class Pipeline:
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
-        return join_outputs(batch.outputs)
+        return merge_outputs(batch.outputs, self._splitter.options.output_merge_spec)
 
 
 def _same_group(
