@@ -37,7 +37,7 @@ from tests.gloo.pipelines import (
 )
 
 CPU = torch.device("cpu")
-INPUTS, TARGET = random_batch(8, 8, seed=1)
+INPUTS, TARGET = random_batch(12, 8, seed=1)
 
 
 class SkipModel(nn.Module):
@@ -63,7 +63,7 @@ class SkipModel(nn.Module):
 
 
 ARGUMENTS = {
-    name: random_batch(8, 8, seed=seed)[0] for seed, name in enumerate(("scale", "x", "shift"), 2)
+    name: random_batch(12, 8, seed=seed)[0] for seed, name in enumerate(("scale", "x", "shift"), 2)
 }
 # As torch names them: stage 1 has `norm`, stage 2 its copy.
 TIED = [{0: "embed.weight", 2: "head.weight"}] + [
@@ -74,7 +74,7 @@ TIED = [{0: "embed.weight", 2: "head.weight"}] + [
 def traced(model: nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, while it traces
-        return pipeline(model, tuple(value[:2] for value in ARGUMENTS.values()))
+        return pipeline(model, tuple(value[:3] for value in ARGUMENTS.values()))
 
 
 @pytest.mark.timeout(90)
