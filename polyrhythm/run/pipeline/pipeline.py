@@ -42,6 +42,7 @@ from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
+    TiedParameter,
     Wiring,
     as_partition,
     check_module,
@@ -55,6 +56,7 @@ from polyrhythm.run.pipeline.runners import (
     PipeDreamRunner,
     TiedGradients,
     check_untied,
+    warn_of_copies,
 )
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
 from polyrhythm.schedule.builders import Schedule
@@ -177,11 +179,7 @@ class Pipeline:
         )
         if self.log is not None and self._connections is not None:
             self._executor.clock_offsets = measure_offsets(self._connections)
-        self._tied: TiedGradients | None = None
-        if (partition.tied or tied) and self._connections is not None:
-            self._tied = TiedGradients(self.module, partition.tied, self._connections)
-            if tied:
-                self._tied.check_shapes(nbytes=64 + sum(128 + 4 * len(repr(tie)) for tie in tied))
+        self._tied = self._tie(partition.tied, tied, is_split_here=stage is partition)
         self._runner = self._make_runner(options)
 
     def _check_partition(self, partition: ModelPartition, options: PipelineOptions) -> None:
@@ -213,6 +211,20 @@ class Pipeline:
         )
         connections.check_consistent(options.text)
         return connections
+
+    def _tie(
+        self, found: Sequence[TiedParameter], tied: TiedNames | None, *, is_split_here: bool
+    ) -> TiedGradients | None:
+        if self._connections is None:
+            return None
+        if tied is None and not is_split_here:
+            warn_of_copies(self.module, self._connections)
+        if not found and not tied:
+            return None
+        gradients = TiedGradients(self.module, found, self._connections)
+        if tied:
+            gradients.check_shapes(nbytes=64 + sum(128 + 4 * len(repr(tie)) for tie in tied))
+        return gradients
 
     def _make_runner(self, options: PipelineOptions) -> FlushRunner | PipeDreamRunner:
         if not options.flush:
