@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
     pipe_split,
     pipeline,
 )
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.functional import linear, mse_loss
 
 from polyrhythm.errors import ScheduleError
@@ -95,7 +96,8 @@ def test_traced_stages_with_skips_and_shared_layers_match_one_process(tmp_path: 
         target = TARGET if ctx.rank == 2 else None
         tied = pipe.replicated_params
         options = {"tied": tied, "schedule": "kfkb:2", "timeout": 20}
-        with Pipeline(stage, 4, mse_loss, **options) as ours:
+        by_sample = TensorChunkSpec(0), TensorChunkSpec(0)  # as many columns as samples
+        with Pipeline(stage, 4, mse_loss, *by_sample, **options) as ours:
             outputs = ours.eval(*args, **keywords)
             ours.step(*args, target=target, **keywords)
         return {"outputs": outputs, "gradients": gradients(stage.submod)}

@@ -39,7 +39,7 @@ from polyrhythm.run.pipeline.batch import (
     merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
-from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
+from polyrhythm.run.pipeline.options import ChunkSpecs, PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
     TiedParameter,
@@ -135,9 +135,7 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
+            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
             tied=tied,
             has_loss=loss_fn is not None,
         )
@@ -592,7 +590,7 @@ class Pipeline:
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
-        return merge_outputs(batch.outputs, self._splitter.options.output_merge_spec)
+        return merge_outputs(batch.outputs, self._splitter.options.specs.output_merge_spec)
 
 
 def _same_group(
