@@ -18,7 +18,7 @@ Source: none. The price of groups is that of Luo et al., "Prague", ASPLOS 2020, 
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -122,6 +122,13 @@ class AutoSwitch:
         if self._switch(sync_mode):
             why += f"; {previous} did not pay, and is not tried again for a while"
         return SwitchDecision(sync_mode=sync_mode, switches=True, why=why, predicted=seconds)
+
+    def keep(self, pipelines: Sequence[int]) -> None:
+        """Forget all other pipelines, which are lost; these are numbered anew from 0."""
+        self.shape = self.shape.among(pipelines)
+        self._windows.clear()  # estimates for all of them
+        if self._newest:
+            self._newest = [self._newest[pipeline] for pipeline in pipelines]
 
     def _stay(self, why: str, predicted: Mapping[str, Seconds] | None = None) -> SwitchDecision:
         return SwitchDecision(

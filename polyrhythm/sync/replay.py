@@ -12,7 +12,7 @@ has its own groups; a transfer takes its measured time, whichever workers it con
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, quantiles
 from typing import NamedTuple, Self
@@ -67,6 +67,16 @@ class JobShape:
     @property
     def num_pipelines(self) -> int:
         return len(self.shares)
+
+    def among(self, pipelines: Sequence[int]) -> "JobShape":
+        """Return the shape without the other pipelines: these compute the whole batch, equally."""
+        share, num_larger = divmod(sum(self.shares), len(pipelines))
+        limits = self.max_microbatches
+        return replace(
+            self,
+            shares=tuple(share + (index < num_larger) for index in range(len(pipelines))),
+            max_microbatches=None if limits is None else tuple(limits[p] for p in pipelines),
+        )
 
     def slots(self, num_microbatches: int) -> int:
         """Length of a pipeline's step in micro-batches, with fill and drain."""

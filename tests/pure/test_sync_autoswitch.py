@@ -15,7 +15,7 @@ from polyrhythm.describe.scenario import Scenario, Slow
 from polyrhythm.errors import PolicyError
 from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
 from polyrhythm.simulate.simulator import simulate
-from polyrhythm.sync.autoswitch import AutoSwitch, SwitchDecision
+from polyrhythm.sync.autoswitch import NUM_WINDOWS, AutoSwitch, SwitchDecision
 from polyrhythm.sync.modes import AUTO_MODES, make_policies
 from polyrhythm.sync.policies.balanced import MicrobatchBalancer
 from polyrhythm.sync.replay import JobShape, LinkCost, StepTiming, StepTimings
@@ -442,3 +442,21 @@ def test_predicted_step_times_match_the_simulator(case: str) -> None:
     assert decision.sync_mode in tried.expected, decision
     assert decision.predicted == pytest.approx(simulated, rel=0.1)
     assert simulated[decision.sync_mode] <= 1.03 * simulated[DECOUPLED]
+
+
+def test_lost_pipeline_is_forgotten() -> None:
+    def timings(compute: float) -> list[StepTiming]:
+        return [StepTiming(compute, 0.0, 0.0, 4, 2)] * 20
+
+    auto, other = (AutoSwitch(JobShape(shares=shares)) for shares in ((4, 4, 4), (6, 6)))
+    for each in (auto, other):
+        each._switch("adaptive")
+    auto.after_window([timings(1.0), timings(9.0), timings(1.0)])  # its last window
+    auto.keep([0, 2])
+    assert auto.shape == other.shape
+    for _ in range(NUM_WINDOWS):
+        left = [timings(1.0), timings(1.0)]
+        decision = auto.after_window(left)
+        assert decision.predicted == other.after_window(left).predicted
+    auto.keep([1])
+    assert not auto.after_window([timings(1.0)]).switches

@@ -12,13 +12,15 @@ import base64
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from msgspec import structs
 from torch import Tensor
 from torch.optim import Optimizer
@@ -166,6 +168,25 @@ class FitContext:
         return len(self.shares)
 
     @property
+    def pipelines(self) -> list[int]:
+        """The pipelines that are left; in a phase they are numbered by their index here."""
+        return [rank // self.pipeline.num_stages for rank in self.first_stages.ranks]
+
+    def among(self, pipelines: Sequence[int]) -> "FitContext":
+        """Return the context without the other pipelines, which are lost: these do their work."""
+
+        def left(members: Members) -> Members:
+            ranks = (r for r in members.ranks if r // self.pipeline.num_stages in pipelines)
+            return Members(tuple(ranks), members.epoch)
+
+        return replace(
+            self,
+            members=left(self.members),
+            first_stages=left(self.first_stages),
+            shares=self.global_batch.equal_shares(len(pipelines)),
+        )
+
+    @property
     def is_leader(self) -> bool:
         return self.worker == LEADER
 
@@ -229,6 +250,7 @@ class SyncDecision:
     sync_mode: str | None  # of the next phase; None: the fit is over
     sampler_state: SamplerState  # which samples are left
     is_preempted: bool = False  # the fit ends early, after a preemption notice
+    lost: tuple[int, ...] = ()  # pipelines that are no longer waited for
 
 
 class FitLoop:
@@ -253,7 +275,12 @@ class FitLoop:
                 is_one_machine=len(set(machines)) == 1,
             )
             self.exchange = StepTimeExchange(
-                name, context.store, context.first_stages, shape, context.log
+                name,
+                context.store,
+                context.first_stages,
+                context.pipelines,
+                shape,
+                context.log,
             )
         self.steps: list[StepInfo] = []
         self.is_stopped = False  # by a preemption notice
@@ -285,6 +312,8 @@ class FitLoop:
             phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
             self.is_stopped = decision.is_preempted
+            if decision.lost:
+                self._forget(decision.lost)
             if decision.sync_mode is None:
                 self._save_last(strategy)
             self._close_strategy(strategy)
@@ -296,6 +325,14 @@ class FitLoop:
         if not phase.in_lockstep and decision.sync_mode is not None:
             _broadcast_optimizer_state(progress.optimizer, self.context)
         return decision.sync_mode
+
+    def _forget(self, lost: Sequence[int]) -> None:
+        """Continue without pipelines that were lost in groups."""
+        left = [pipeline for pipeline in self.context.pipelines if pipeline not in lost]
+        self.context = self.context.among(left)
+        self.context.preemption.first_stages = self.context.first_stages
+        if self.exchange is not None:
+            self.exchange.forget(lost)
 
     def _in_lockstep(self, phase: "Phase") -> SyncDecision:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
@@ -344,9 +381,12 @@ class FitLoop:
 
     def _after_groups(self, phase: "Phase") -> SyncDecision:
         sampler_state = replace(phase.sampler.sampler_state(), limit=None)
+        lost = tuple(sorted(phase.lost_pipelines()))
         if phase.next_sync_mode is not None and sampler_state.num_used < self.end_of_samples:
-            return SyncDecision(sync_mode=phase.next_sync_mode, sampler_state=sampler_state)
-        return self._final_decision(sampler_state)
+            return SyncDecision(
+                sync_mode=phase.next_sync_mode, sampler_state=sampler_state, lost=lost
+            )
+        return replace(self._final_decision(sampler_state), lost=lost)
 
     def _final_decision(self, sampler_state: SamplerState) -> SyncDecision:
         return SyncDecision(
@@ -356,7 +396,12 @@ class FitLoop:
         )
 
     def _make_strategy(self, mode: SyncMode) -> NoSync:
-        context, config = self.context, self.context.config
+        context, config, group = self.context, self.context.config, None
+        pipelines, (stage, pipeline) = context.pipelines, context.worker
+        if 1 < len(pipelines) < dist.get_world_size() // context.pipeline.num_stages:
+            ranks = [number * context.pipeline.num_stages + stage for number in pipelines]
+            timeout = timedelta(seconds=config.timeout)
+            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         return make_sync_strategy(
             context.pipeline,
             self.progress.optimizer,
@@ -364,8 +409,9 @@ class FitLoop:
             mode=mode,
             overlap=mode.can_overlap if config.sync.mode == AUTO else config.sync.overlap,
             options=config.sync.options,
-            worker=context.worker,
+            worker=Worker(stage, pipelines.index(pipeline)),
             num_pipelines=context.num_pipelines,
+            process_group=group,
             seed=config.data.seed,
             timeout=config.timeout,
             sampler_state=replace(self.progress.sampler_state, limit=self.end_of_samples),
@@ -398,7 +444,7 @@ class Phase:
             mode,
             context.global_batch,
             context.shares,
-            context.worker.pipeline,
+            context.pipelines.index(context.worker.pipeline),
             progress.sampler_state,
             fit.num_steps,
             strategy.sync if context.pipeline.is_first else None,
@@ -514,7 +560,7 @@ class Phase:
         if self.in_lockstep or self._has_ended_samples:
             return
         if exchange is not None:
-            decision = exchange.after_step(self._progress.step)
+            decision = exchange.after_step(self._progress.step, self.lost_pipelines)
             if decision is not None and decision.switches:
                 self.next_sync_mode = decision.sync_mode
         ends = self.next_sync_mode is not None or self._context.preemption.is_stop_requested
@@ -536,6 +582,11 @@ class Phase:
                 "with finite weights are kept",
                 *(info.step, self._context.worker.pipeline, info.loss),
             )
+
+    def lost_pipelines(self) -> set[int]:
+        """Return the pipelines of this phase that are lost; only the leader knows them."""
+        sync, pipelines = self.strategy.sync, self._context.pipelines
+        return set() if sync is None else {pipelines[index] for index in sync.lost_pipelines()}
 
     def _record(self, info: StepInfo, start: Seconds) -> None:
         log = self._context.log
@@ -583,7 +634,7 @@ def _broadcast_optimizer_state(optimizer: Optimizer, context: FitContext) -> Non
         context.pipeline.num_stages,
         context.worker.stage,
     )
-    ranks = [pipeline * num_stages + stage for pipeline in range(context.num_pipelines)]
+    ranks = [pipeline * num_stages + stage for pipeline in context.pipelines]
     group = new_gloo_group(ranks, what, timeout=context.config.timeout)
     is_first, packed = context.worker.pipeline == 0, torch.empty(0, dtype=torch.uint8)
     if is_first:

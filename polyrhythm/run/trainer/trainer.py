@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -253,6 +254,7 @@ class Trainer:
             self._begin_run("fit()", overwrite=overwrite)
             self._record_run(max_steps - self.global_step)
             self._run(fit_loop)
+            self._context = fit_loop.context  # without the pipelines that were lost
         if fit_loop.is_stopped:
             self._exit_preempted()
         return FitResult(steps=tuple(fit_loop.steps), seconds=time.perf_counter() - start)
@@ -357,6 +359,8 @@ class Trainer:
             part,
             loss_fn=self._loss,
             microbatch_sizes=[self._global_batch.microbatch_size],
+            args_chunk_spec=TensorChunkSpec(0),  # samples are collated along the first dimension
+            kwargs_chunk_spec=TensorChunkSpec(0),
             schedule=config.schedule,
             memory_limit=config.memory_limit,
             process_group=group,
