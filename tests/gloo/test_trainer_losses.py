@@ -222,8 +222,8 @@ def test_models_are_averaged_after_steps_on_the_labels_of_each_pipeline(tmp_path
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         return model.state_dict()
 
-    halves = slice(0, BATCH // 2), slice(BATCH // 2, BATCH)
-    first, second = run_single_process(lambda: list(map(own_step, halves)), tmp_path)
+    shares = slice(0, BATCH // 2), slice(BATCH // 2, BATCH)
+    first, second = run_single_process(lambda: list(map(own_step, shares)), tmp_path)
     for weights in found:
         mean = {name: (first[name] + second[name]) / 2 for name in first}
         assert_close(weights, mean, tolerance=1e-8)

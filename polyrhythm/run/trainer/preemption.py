@@ -15,6 +15,8 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from polyrhythm.errors import PeerError, UserError
@@ -40,7 +42,7 @@ class PreemptionHandler:
     ) -> None:
         """`store`: of this object alone, a thread of which uses it; `first_stages`: by pipeline."""
         store.check = self._check_open  # ends a wait for other first stages
-        self._store, self._members, self._first_stages = store, members, first_stages
+        self._store, self._members, self.first_stages = store, members, first_stages
         self._grace_period = grace_period
         self._changed = threading.Condition()
         self._exit_timer: threading.Timer | None = None  # set by the notice
@@ -108,7 +110,7 @@ class PreemptionHandler:
                 if self.is_stop_requested and not has_announced:
                     store.set_once(_NOTICE, self.why, self._members)
                     has_announced = True
-                if store.rank in self._first_stages.ranks:
+                if store.rank in self.first_stages.ranks:
                     notice = store.peek(_NOTICE, self._members)
                     if notice is not None and not self.is_stop_requested:
                         self._request_stop(notice)
@@ -129,7 +131,7 @@ class PreemptionHandler:
         with self._changed:  # not while waiting for the store: training needs the lock
             self._has_reported, num_started = True, self._num_started
         name = "the number of started steps"
-        started = self._store.all_gather_object(name, num_started, self._first_stages)
+        started = self._store.all_gather_object(name, num_started, self.first_stages)
         with self._changed:
             self._stop_step = max(started)
             self._changed.notify_all()
@@ -138,6 +140,32 @@ class PreemptionHandler:
         text = f"{self.why}: still running after {self._grace_period:g} s, exits now"
         print(text, file=sys.stderr, flush=True)
         os._exit(TERMINATED)
+
+
+@contextmanager
+def delay_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block, so that it is complete; the second one is at once.
+
+    Not if the script has its own handler, or in another thread, which gets no Ctrl-C.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        if received:
+            signal.default_int_handler(number, frame)
+        received.append(number)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 class _SigtermCatcher:
