@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
     from polyrhythm.run.pipeline.partition import LayerSplit
     from polyrhythm.run.pipeline.pipeline import Pipeline
+    from polyrhythm.run.random_streams import RandomStreams, seeded_draws
     from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
     from polyrhythm.run.trainer.fit_loop import StepInfo
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
@@ -60,6 +61,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanOptions",
+    "RandomStreams",
     "ReducedVarianceAdamW",
     "SampleDispatcher",
     "SamplerState",
@@ -79,6 +81,7 @@ __all__ = [
     "read_run",
     "scaled_cluster",
     "scaled_scenario",
+    "seeded_draws",
     "simulate",
     "spot_scenario",
 ]
@@ -99,6 +102,7 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.data.sample_dispatcher": ("SampleDispatcher",),
     "run.decoupled.optimizer": ("DistributedOptimizer",),
     "run.pipeline.pipeline": ("Pipeline",),
+    "run.random_streams": ("RandomStreams", "seeded_draws"),
     "run.trainer.config": ("CheckpointConfig", "DataConfig"),
     "run.trainer.fit_loop": ("StepInfo",),
     "run.pipeline.partition": ("LayerSplit",),

@@ -4,11 +4,12 @@ The first stage has the inputs, decides how to split them, and sends a header to
 stage splits its own arguments: the last one targets, all of them keyword arguments. Tensors are
 split along their first dimension, which counts samples; anything else (a flag, a scalar) goes
 unchanged to every micro-batch. With a given number of micro-batches, sizes differ by at most one;
-with a given size, the last micro-batch may be smaller.
+with a given size, the last micro-batch may be smaller. The Trainer passes micro-batches that are
+separate already, each padded by itself.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -25,6 +26,7 @@ from polyrhythm.sync.dispatch import Ranges
 # A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
 MicrobatchKind = int
 INPUTS = "the model's inputs"  # in error messages
+Fingerprint = tuple[int, tuple[float, ...]]  # of collated samples: `data/loader.py`
 
 
 class BatchSlice(msgspec.Struct, frozen=True):
@@ -34,6 +36,8 @@ class BatchSlice(msgspec.Struct, frozen=True):
     ranges: Ranges  # of positions
     weight: float = 1.0  # of the samples' mean loss in the gradient
     next_ranges: Ranges = ()  # of its next step, if known already, for prefetching
+    fingerprint: Fingerprint | None = None  # of the data that the first stage has read
+    is_read_by_all: bool = False  # later stages of the model take inputs, too
 
     @property
     def num_samples(self) -> int:
@@ -59,11 +63,41 @@ class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
         return [size for _, size, count in self.runs for _ in range(count)]
 
 
+def split_ranges(ranges: Ranges, sizes: Sequence[int]) -> list[Ranges]:
+    """Return the positions of each micro-batch; the sizes sum up to those of the ranges."""
+    microbatches, rest = list[Ranges](), list(reversed(ranges))
+    for size in sizes:
+        found = list[tuple[int, int]]()
+        while size:
+            start, end = rest.pop()
+            if end - start > size:
+                rest.append((start + size, end))
+                end = start + size
+            found.append((start, end))
+            size -= end - start
+        microbatches.append(tuple(found))
+    return microbatches
+
+
 END_OF_DATA = BatchHeader(training=True, runs=())
 
 
 class EndOfDataError(Exception):
     """Raised by `step` or `eval` of a stage after the first stage has called `end_batches`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """The arguments of one micro-batch on one stage."""
+
+    size: int
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+# On later stages a function of the header.
+Microbatches = Sequence[Microbatch] | Callable[[BatchHeader], Sequence[Microbatch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +111,7 @@ class StepInputs:
     keeps_outputs: bool
     metadata: Metadata
     training: bool
+    microbatches: Microbatches | None = None  # instead of args, kwargs and target
 
     def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
         """Refuse to train without a loss, gradients or a target."""
@@ -87,7 +122,7 @@ class StepInputs:
             raise ScheduleError(
                 f"step {problem}", expected="a loss and gradients", fix="call eval() to run forward"
             )
-        if is_last and self.target is None:
+        if is_last and self.target is None and self.microbatches is None:
             raise ScheduleError(
                 "step on the last stage without a target",
                 expected="a target for the loss function to compare the output with",
@@ -98,6 +133,8 @@ class StepInputs:
         """Compute the target of the batch that the header announces, if it is a function."""
         if header == END_OF_DATA:
             raise EndOfDataError
+        if callable(self.microbatches):
+            return replace(self, microbatches=self.microbatches(header))
         if not callable(self.target):
             return self
         return replace(self, target=self.target(header.metadata))
@@ -116,6 +153,7 @@ class Batch:
     loss_weights: Sequence[float]  # last stage: weight of a micro-batch's loss in the gradient
     keeps_outputs: bool
     needs_device_copy: bool  # some tensors are not on the device yet
+    positions: Sequence[int]  # of the first sample of each micro-batch
     first: int = 0  # number of its first micro-batch; not 0 in a pipeline without a flush
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -132,6 +170,9 @@ class Batch:
         """Return the mean loss, on the last stage after the batch has run."""
         weighted = zip(self.losses, self.header.sizes, strict=False)
         return sum(loss.item() * size for loss, size in weighted) / sum(self.header.sizes)
+
+    def position(self, microbatch: int) -> int:
+        return self.positions[microbatch - self.first]
 
     def kind(self, microbatch: int) -> MicrobatchKind:
         return self._kinds[microbatch - self.first]
@@ -152,14 +193,20 @@ class BatchSplitter:
 
     def make_header(self, step_inputs: StepInputs) -> BatchHeader:
         """Describe how the first stage splits its batch."""
-        arguments, training = (step_inputs.args, step_inputs.kwargs), step_inputs.training
-        sizes = self._sizes(batch_size_of(arguments, INPUTS))
+        training, microbatches = step_inputs.training, step_inputs.microbatches
+        if microbatches is not None:
+            assert not callable(microbatches), "the first stage passes them"
+            return _header_of(microbatches, training, step_inputs.metadata)
+        arguments = step_inputs.args, step_inputs.kwargs
+        sizes = self.sizes(batch_size_of(arguments, INPUTS))
         kinds = {size: kind_of(arguments, size, training=training) for size in set(sizes)}
         runs = tuple((kinds[size], size, len(list(run))) for size, run in groupby(sizes))
         return BatchHeader(training, runs, step_inputs.metadata)
 
-    def batch(self, step_inputs: StepInputs, header: BatchHeader, *, step: int) -> Batch:
-        """Split this stage's arguments as the header prescribes."""
+    def batch(
+        self, step_inputs: StepInputs, header: BatchHeader, *, step: int, num_samples: int
+    ) -> Batch:
+        """Split this stage's arguments as the header prescribes; `num_samples` came before."""
         if header.training != step_inputs.training:
             calls = {True: "step", False: "eval"}
             here, there = calls[step_inputs.training], calls[header.training]
@@ -168,15 +215,24 @@ class BatchSplitter:
                 expected="the same call on every stage",
                 fix="call step and eval in the same order in all processes",
             )
-        sizes, args, target = header.sizes, step_inputs.args, step_inputs.target
+        sizes = header.sizes
         total = sum(sizes) if self.options.scale_grads else None
-        leaves = pytree.tree_leaves((args, step_inputs.kwargs, target))
+        microbatches = step_inputs.microbatches
+        if microbatches is None:
+            microbatches = self._split(step_inputs, sizes)
+        assert not callable(microbatches), "called when the header came"
+        assert [m.size for m in microbatches] == sizes, "the caller follows the header"
+        ranges: Ranges = ((num_samples, num_samples + sum(sizes)),)
+        if isinstance(header.metadata, BatchSlice):
+            ranges = header.metadata.ranges
+        leaves = pytree.tree_leaves([(m.args, m.kwargs, m.target) for m in microbatches])
         return Batch(
             step=step,
             header=header,
-            arguments=split_microbatches(args, sizes, INPUTS) if self.is_first else [],
-            keywords=split_microbatches(step_inputs.kwargs, sizes, "keyword arguments"),
-            targets=split_microbatches(target, sizes, "targets") if self.is_last else [],
+            arguments=[m.args for m in microbatches],
+            keywords=[dict(m.kwargs) for m in microbatches],
+            targets=[m.target for m in microbatches],
+            positions=[part[0][0] for part in split_ranges(ranges, sizes)],
             loss_kwargs=step_inputs.loss_kwargs,
             loss_weights=[size / total if total else 1.0 for size in sizes],
             keeps_outputs=step_inputs.keeps_outputs and self.is_last,
@@ -185,7 +241,21 @@ class BatchSplitter:
             ),
         )
 
-    def _sizes(self, batch_size: int | None) -> list[int]:
+    def _split(self, step_inputs: StepInputs, sizes: Sequence[int]) -> list[Microbatch]:
+        args, target, none = step_inputs.args, step_inputs.target, [None] * len(sizes)
+        columns = (
+            sizes,
+            split_microbatches(args, sizes, INPUTS) if self.is_first else [()] * len(sizes),
+            split_microbatches(step_inputs.kwargs, sizes, "keyword arguments"),
+            split_microbatches(target, sizes, "targets") if self.is_last else none,
+        )
+        return [
+            Microbatch(size=size, args=args, kwargs=kwargs, target=target)
+            for size, args, kwargs, target in zip(*columns, strict=True)
+        ]
+
+    def sizes(self, batch_size: int | None) -> list[int]:
+        """Return the sizes of the micro-batches of the next batch, on the first stage."""
         if batch_size is None:
             raise ScheduleError(
                 "the first stage was called without a tensor",
@@ -204,6 +274,16 @@ class BatchSplitter:
                 )
         full, rest = divmod(batch_size, self.microbatch_size)
         return [self.microbatch_size] * full + [rest] * (rest > 0)
+
+
+def _header_of(
+    microbatches: Sequence[Microbatch], training: bool, metadata: Metadata
+) -> BatchHeader:
+    """Describe micro-batches that are separate already: each may have its own kind."""
+    # The whole shapes: nothing says whether a tensor has samples along its first dimension.
+    pairs = [(_hash_kind((m.args, m.kwargs), m.size, 0, training), m.size) for m in microbatches]
+    runs = tuple((kind, size, len(list(run))) for (kind, size), run in groupby(pairs))
+    return BatchHeader(training, runs, metadata)
 
 
 def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:
@@ -260,9 +340,13 @@ def kind_of(arguments: Any, size: int, *, training: bool) -> int:
 
     `arguments` are those of the batch: its micro-batches differ only in `size`.
     """
+    return _hash_kind(arguments, size, 1, training)
+
+
+def _hash_kind(arguments: Any, size: int, first_dim: int, training: bool) -> int:
     leaves, structure = pytree.tree_flatten(arguments)
     descriptions = [
-        (leaf.dim(), tuple(leaf.shape[1:]), str(leaf.dtype), leaf.requires_grad)
+        (leaf.dim(), tuple(leaf.shape[first_dim:]), str(leaf.dtype), leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else type(leaf).__name__
         for leaf in leaves

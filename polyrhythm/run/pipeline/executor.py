@@ -25,6 +25,7 @@ from polyrhythm.run.pipeline.autotune import ClockOffset
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
+from polyrhythm.run.random_streams import RandomStreams
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds
 
@@ -165,6 +166,7 @@ class Executor:
     wiring: Wiring
     connections: Connections | None
     log: EventLog | None
+    streams: RandomStreams | None = None
     clock_offsets: dict[str, ClockOffset] = field(default_factory=dict)  # by neighbour
     _transfers: deque[tuple[str, Transfer]] = field(default_factory=_LATEST, init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
@@ -214,6 +216,8 @@ class Executor:
         m, kind = action.microbatch, batch.kind(action.microbatch)
         inputs = self._inputs(action, batch)
         keywords = self._to_device(batch.keywords[m - batch.first], batch)
+        if self.streams is not None:
+            self.streams.begin_forward(batch.position(m))
         if self.stage.is_last:
             outputs = self.stage.forward(
                 kind, inputs, keywords, partial(self._compute_loss, m, batch)
@@ -228,6 +232,8 @@ class Executor:
     def _backward(self, action: Action, batch: Batch) -> None:
         m, kind = action.microbatch, batch.kind(action.microbatch)
         gradients = [None] if self.stage.is_last else self._gradients(action, batch)
+        if self.streams is not None:
+            self.streams.begin_backward(batch.position(m))
         input_gradients = iter(self.stage.backward(m, kind, gradients))
         for source in self.wiring.sources:
             layout = self._links.activations_in[source].layout(kind).gradient
@@ -325,6 +331,8 @@ class Executor:
         if self.stage.loss_fn is None or batch.targets[number] is None:
             return ()
         target = self._to_device(batch.targets[number], batch)
+        if self.streams is not None:
+            self.streams.begin_loss()
         loss = self.stage.loss_fn(returned, target, **batch.loss_kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -28,6 +28,7 @@ from polyrhythm.run.pipeline.stage_modules import (
     extract_stage,
     starts_in_place,
 )
+from polyrhythm.run.random_streams import StreamedLayer
 
 _WHOLE_STEP = "average the gradients after step(), or use fully_shard, which reduces them once"
 
@@ -60,6 +61,7 @@ class ModelPartition:
     module: nn.Module
     wiring: Wiring
     tied: tuple[TiedParameter, ...] = ()  # in the same order on every stage
+    layers: tuple[StreamedLayer, ...] = ()  # the list that stages divide, if known
 
 
 def linear_wiring(stage: int, num_stages: int) -> Wiring:
@@ -78,7 +80,12 @@ def as_partition(module: nn.Module | ModelPartition, stage: int, num_stages: int
         raise ScheduleError(
             f"a {type(module).__name__} as a stage", expected="an nn.Module", fix="wrap it in one"
         )
-    return ModelPartition(module=module, wiring=linear_wiring(stage, num_stages))
+    is_whole = isinstance(module, nn.Sequential) and num_stages == 1
+    return ModelPartition(
+        module=module,
+        wiring=linear_wiring(stage, num_stages),
+        layers=_streamed(module, module, range(len(module._modules))) if is_whole else (),
+    )
 
 
 def module_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -183,6 +190,7 @@ def split_sequential(
         module=module,
         wiring=wiring if extra else linear_wiring(stage, num_stages),
         tied=_tied(model, module, holders),
+        layers=_streamed(model, module, own_range),
     )
 
 
@@ -232,8 +240,12 @@ def split_layers(
         )
         for name, _ in model.named_parameters(remove_duplicate=False)
     }
-    wiring = linear_wiring(stage, num_stages)
-    return ModelPartition(module=module, wiring=wiring, tied=_tied(model, module, holders))
+    return ModelPartition(
+        module=module,
+        wiring=linear_wiring(stage, num_stages),
+        tied=_tied(model, module, holders),
+        layers=_streamed(layer_list, module.get_submodule(layers), ranges[stage]),
+    )
 
 
 def _ranges(
@@ -251,6 +263,17 @@ def _ranges(
                 fix="pass one number per stage with this sum, or omit layers_per_stage",
             )
     return [plan.layers(stage) for stage in range(num_stages)]
+
+
+def _streamed(whole: nn.Module, of_stage: nn.Module, own: range) -> tuple[StreamedLayer, ...]:
+    """Describe a list of layers, and those of them that a stage has."""
+    streams = dict[nn.Module | None, int]()
+    for index, layer in enumerate(whole._modules.values()):
+        streams.setdefault(layer, index)  # a layer that is used twice has one stream
+    return tuple(
+        StreamedLayer(streams[layer], of_stage._modules[name] if index in own else None)
+        for index, (name, layer) in enumerate(whole._modules.items())
+    )
 
 
 def _tied(

@@ -8,7 +8,7 @@ arrived. Micro-batches run in the same order under every schedule: gradients are
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from polyrhythm.run.pipeline.batch import (
     BatchHeader,
     BatchSplitter,
     Metadata,
+    Microbatches,
     StepInputs,
     join_outputs,
 )
@@ -54,7 +55,9 @@ from polyrhythm.run.pipeline.runners import (
     TiedGradients,
     check_untied,
 )
+from polyrhythm.run.pipeline.stage_modules import call_after_earlier_layers
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
+from polyrhythm.run.random_streams import RandomStreams
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
@@ -89,6 +92,7 @@ class Pipeline:
         log: EventLog | Path | str | None = None,
         compute: EmulatedCompute | None = None,
         pipeline: int = 0,
+        seed: int | None = None,
     ) -> None:
         """`loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage.
 
@@ -106,7 +110,8 @@ class Pipeline:
         over micro-batches. `timeout`: the longest wait for another stage before it counts as lost.
         `window`: number of receives posted ahead per direction, instead of the schedule's number.
         `pipeline` numbers the replicas of a job in messages and logs; `log` is an event log, or the
-        folder of a run in which to write one.
+        folder of a run in which to write one. With a `seed`, dropout masks do not depend on the
+        number of stages (`random_streams.py`); by default they are drawn as always in torch.
         """
         options = PipelineOptions(
             n_microbatches=n_microbatches,
@@ -134,6 +139,7 @@ class Pipeline:
         )
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self._last_header: BatchHeader | None = None  # of the latest batch
+        self._num_samples = 0  # trained on so far
         self._connections = self._connect(partition.wiring, options, pipeline)
         self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
@@ -156,6 +162,9 @@ class Pipeline:
         )
         if self.log is not None and self._connections is not None:
             self._executor.clock_offsets = measure_offsets(self._connections)
+        if seed is not None:
+            self._executor.streams = streams = RandomStreams(seed, partition.layers, self.device)
+            call_after_earlier_layers(self.module, streams.after_layer)
         self._tied: TiedGradients | None = None
         if partition.tied and self._connections is not None:
             self._tied = TiedGradients(self.module, partition.tied, self._connections)
@@ -353,13 +362,18 @@ class Pipeline:
         stage, a few numbers, is sent ahead of the batch; `target` may be a function of it.
         """
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
-        batch = self._begin(StepInputs(*inputs, training=True))
+        return self._step(StepInputs(*inputs, training=True), losses)
+
+    def _step(self, step_inputs: StepInputs, losses: list[Tensor] | None) -> Any:
+        batch = self._begin(step_inputs)
         start = time.perf_counter()
-        self._runner.run(batch)
+        with self._isolated_streams():
+            self._runner.run(batch)
         if (log := self._own_log) is not None:
             values = {"loss": batch.mean_loss()} if batch.losses else {}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
         self.num_steps += 1
+        self._num_samples += sum(batch.header.sizes)
         return self._results(batch, losses)
 
     def eval(
@@ -374,13 +388,39 @@ class Pipeline:
     ) -> Any:
         """Run forward only, without gradients; otherwise like `step`."""
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
-        with torch.no_grad():
-            batch = self._begin(StepInputs(*inputs, training=False))
+        return self._eval(StepInputs(*inputs, training=False), losses)
+
+    def _eval(self, step_inputs: StepInputs, losses: list[Tensor] | None) -> Any:
+        with torch.no_grad(), self._isolated_streams():
+            batch = self._begin(step_inputs)
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
             self._executor.run(forwards, batch)
             if self._connections is not None:
                 self._connections.drain()
         return self._results(batch, losses)
+
+    def run_microbatches(
+        self,
+        microbatches: Microbatches,
+        *,
+        training: bool,
+        losses: list[Tensor],
+        metadata: Metadata = (),
+    ) -> None:
+        """Run `step` or `eval` on micro-batches that are separate already, on every stage.
+
+        The first stage passes as many as `split_sizes` says; each may have its own shapes. Later
+        stages pass a function of the header, which may have `kwargs` of the module and targets.
+        """
+        step_inputs = StepInputs((), {}, None, {}, False, metadata, training, microbatches)
+        (self._step if training else self._eval)(step_inputs, losses)
+
+    def split_sizes(self, batch_size: int) -> list[int]:
+        """Return the sizes of the micro-batches into which the next batch is split."""
+        self._splitter.microbatch_size = (
+            self._runner.microbatch_size or self._splitter.microbatch_size
+        )
+        return self._splitter.sizes(batch_size)
 
     def end_batches(self) -> None:
         """Announce from the first stage that no batch follows; the other stages wait for one."""
@@ -504,9 +544,18 @@ class Pipeline:
             header = self._connections.relay_header(header)
         assert header is not None, "the first stage makes the header, the others receive it"
         self._last_header = header
-        batch = self._splitter.batch(step_inputs.with_target(header), header, step=self.num_steps)
+        batch = self._splitter.batch(
+            step_inputs.with_target(header),
+            header,
+            step=self.num_steps,
+            num_samples=self._num_samples,
+        )
         batch.first = self._runner.post_receives(header)
         return batch
+
+    def _isolated_streams(self) -> AbstractContextManager[None]:
+        streams = self._executor.streams
+        return nullcontext() if streams is None else streams.isolated()
 
     def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:
         if losses is not None:

@@ -265,8 +265,8 @@ class Trainer:
         batch_size = max(1, self._global_batch.size // num_pipelines)
         self._loss.weight = 1.0
         with self._config.precision(self.pipeline.device):
-            load = self._make_loader(dataset, order).load
-            return evaluate(self.pipeline, load, range(start, end), batch_size)
+            samples = self._make_loader(dataset, order)
+            return evaluate(self.pipeline, samples, range(start, end), batch_size)
 
     def save(self) -> None:
         """Save a checkpoint of the current state; it is on disk when this returns."""
@@ -337,6 +337,7 @@ class Trainer:
             log=self._log,
             compute=EmulatedCompute.from_environment(os.environ) if in_lab else None,
             pipeline=worker.pipeline,
+            seed=config.data.seed if config.data.seed_dropout else None,
         )
         planned = self.plan.pipelines[worker.pipeline].schedule
         if config.schedule == AUTO != planned:
@@ -411,8 +412,8 @@ class Trainer:
             dataset,
             order,
             self._config.data.collate_fn,
-            needs_inputs=self.pipeline.is_first,
-            needs_target=self.pipeline.is_last,
+            seed=self._config.data.seed,
+            has_fingerprints=self.pipeline.num_stages > 1,
         )
 
     def _require_checkpointer(self) -> TrainerCheckpointer:
