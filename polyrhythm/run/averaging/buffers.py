@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.coordinator.sessions import TensorShapes
+from polyrhythm.run.pipeline.loss import divide_by
 
 OptimizerStateMode = Literal["local", "average"]
 
@@ -134,23 +135,28 @@ class GradientBuffer:
 
     module: nn.Module
 
-    def read(self) -> Tensor:
-        """Return gradients, running statistics, and per parameter a 1 if it has a gradient."""
+    def read(self, divisor: float = 1.0) -> Tensor:
+        """Return gradients, running statistics, per parameter a 1 if it has a gradient, `divisor`.
+
+        In half precision the divisor is as exact as the gradients are.
+        """
         parameters = trainable_parameters(self.module)
         flat = FlatBuffer([*self._gradients(parameters), *running_statistics(self.module)]).read()
-        has_grad = [p.grad is not None for p in parameters]
-        return torch.cat([flat, torch.tensor(has_grad, dtype=flat.dtype, device="cpu")])
+        rest = [*(float(p.grad is not None) for p in parameters), divisor]
+        return torch.cat([flat, torch.tensor(rest, dtype=flat.dtype, device="cpu")])
 
     @torch.no_grad()
-    def write(self, flat: Tensor, factor: float = 1.0) -> None:
-        """Write back the average of what `read` returned; scale gradients by `factor`."""
+    def write(self, flat: Tensor, *, divides: bool) -> None:
+        """Write back the average of what `read` returned; divide gradients by the divisor."""
         parameters = trainable_parameters(self.module)
+        flat, divisor = flat[:-1], float(flat[-1].real)
         any_has_grad = flat[-len(parameters) :].real > 0
         for parameter, has in zip(parameters, any_has_grad.tolist(), strict=True):
             if has and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         flat = flat[: -len(parameters)]
-        flat[: sum(_local(p).numel() for p in parameters)] *= factor
+        if divides and abs(divisor - 1) > torch.finfo(flat.dtype).eps:
+            divide_by(divisor, [flat[: sum(_local(p).numel() for p in parameters)]])
         gradients = self._gradients(parameters)  # a missing one is a zero that is thrown away
         FlatBuffer([*gradients, *running_statistics(self.module)]).write(flat)
 

@@ -347,10 +347,9 @@ def _make_strategy(
     if mode.has_server:
         return ServerAveraging(model, client, rendezvous)
     if mode.balances_microbatches:
-        later_stage = None if pipeline is None or pipeline.is_first else pipeline
-        return BalancedGradientAveraging(model, client, setup.num_pipelines, later_stage)
+        return BalancedGradientAveraging(model, client, setup.num_pipelines, pipeline)
     if mode.averages == "gradients":
-        return GradientAveraging(model, client)
+        return GradientAveraging(model, client, pipeline)
     if model.decoupled:
         return DecoupledModelAveraging(model, client, rendezvous)
     if mode.has_outer_optimizer and outer is None:

@@ -137,7 +137,11 @@ class DistributedOptimizer(Optimizer):
         tied = set() if stage is None else stage.tied
         self._tied = frozenset(indices[p] for p in tied if p in indices)
         self._gradient_sync = GradientSync(
-            self._parameters, self._names, self._tied, self._collectives
+            self._parameters,
+            self._names,
+            self._tied,
+            self._collectives,
+            (lambda: None) if stage is None else stage.pop_divisor,
         )
         self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
         self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
@@ -168,6 +172,7 @@ class DistributedOptimizer(Optimizer):
         ]
         if self._stage is not None:
             self._stage.set_accumulation_context(self.no_sync)
+            self._stage.defer_division(True)  # by the labels of all pipelines
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -328,6 +333,7 @@ class DistributedOptimizer(Optimizer):
                     parameter.grad = None
             if self._stage is not None:
                 self._stage.set_accumulation_context(contextlib.nullcontext)
+                self._stage.defer_division(False)
             if self._background is not None:
                 self._background.thread.close()
             self._collectives.comm_thread.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
+from polyrhythm.run.pipeline.loss import Count
 from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.sync.dispatch import Ranges
 
@@ -113,7 +114,7 @@ class StepInputs:
     training: bool
     microbatches: Microbatches | None = None  # instead of args, kwargs and target
 
-    def check(self, loss_fn: Callable[..., Tensor] | None, *, is_last: bool) -> None:
+    def check(self, loss_fn: Callable[..., Any] | None, *, is_last: bool) -> None:
         """Refuse to train without a loss, gradients or a target."""
         if not self.training:
             return
@@ -150,13 +151,17 @@ class Batch:
     keywords: Sequence[dict[str, Any]]
     targets: Sequence[Any]  # last stage
     loss_kwargs: dict[str, Any]
-    loss_weights: Sequence[float]  # last stage: weight of a micro-batch's loss in the gradient
+    loss_weights: Sequence[float]  # of micro-batches in the gradient, unless labels are counted
+    unit: float  # labels that weigh 1 in a backward; equal in all pipelines
+    is_split: bool  # otherwise, without a flush, each batch is a mean over its own labels
     keeps_outputs: bool
     needs_device_copy: bool  # some tensors are not on the device yet
     positions: Sequence[int]  # of the first sample of each micro-batch
     first: int = 0  # number of its first micro-batch; not 0 in a pipeline without a flush
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    counts: dict[int, Count] = field(default_factory=dict)  # labels by micro-batch, if counted
+    on_counted: Callable[[], None] | None = None  # before the first backward, if labels are counted
     _kinds: list[MicrobatchKind] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,10 +171,21 @@ class Batch:
     def num_microbatches(self) -> int:
         return len(self._kinds)
 
-    def mean_loss(self) -> float:
-        """Return the mean loss, on the last stage after the batch has run."""
-        weighted = zip(self.losses, self.header.sizes, strict=False)
-        return sum(loss.item() * size for loss, size in weighted) / sum(self.header.sizes)
+    @property
+    def loss_counts(self) -> list[Count]:
+        """What each of `losses` is a mean over: labels, or samples."""
+        sizes = self.header.sizes
+        return [self.counts.get(m, float(size)) for m, size in enumerate(sizes, start=self.first)]
+
+    def weight(self, microbatch: int) -> Count:
+        """Return the weight of a micro-batch's mean loss in the gradient."""
+        if microbatch in self.counts:
+            return self.counts[microbatch] / self.unit
+        return self.loss_weights[microbatch - self.first]
+
+    def divisor(self) -> Count | None:
+        """Return what divides the gradients after the last backward; None if not counted."""
+        return sum(self.counts.values()) / self.unit if self.counts and self.is_split else None
 
     def position(self, microbatch: int) -> int:
         return self.positions[microbatch - self.first]
@@ -217,14 +233,14 @@ class BatchSplitter:
             )
         sizes = header.sizes
         total = sum(sizes) if self.options.scale_grads else None
-        microbatches = step_inputs.microbatches
+        microbatches, metadata = step_inputs.microbatches, header.metadata
         if microbatches is None:
             microbatches = self._split(step_inputs, sizes)
         assert not callable(microbatches), "called when the header came"
         assert [m.size for m in microbatches] == sizes, "the caller follows the header"
         ranges: Ranges = ((num_samples, num_samples + sum(sizes)),)
-        if isinstance(header.metadata, BatchSlice):
-            ranges = header.metadata.ranges
+        if isinstance(metadata, BatchSlice):
+            ranges = metadata.ranges
         leaves = pytree.tree_leaves([(m.args, m.kwargs, m.target) for m in microbatches])
         return Batch(
             step=step,
@@ -235,6 +251,9 @@ class BatchSplitter:
             positions=[part[0][0] for part in split_ranges(ranges, sizes)],
             loss_kwargs=step_inputs.loss_kwargs,
             loss_weights=[size / total if total else 1.0 for size in sizes],
+            # A weight of samples that is 1 on average over pipelines: usually no gradient changes.
+            unit=sum(sizes) / metadata.weight if isinstance(metadata, BatchSlice) else 1.0,
+            is_split=self.options.flush,
             keeps_outputs=step_inputs.keeps_outputs and self.is_last,
             needs_device_copy=any(
                 leaf.device != self.device for leaf in leaves if isinstance(leaf, Tensor)
@@ -284,6 +303,15 @@ def _header_of(
     pairs = [(_hash_kind((m.args, m.kwargs), m.size, 0, training), m.size) for m in microbatches]
     runs = tuple((kind, size, len(list(run))) for (kind, size), run in groupby(pairs))
     return BatchHeader(training, runs, metadata)
+
+
+def mean_loss(losses: Sequence[Tensor], counts: Sequence[Count]) -> float | None:
+    """Return the mean over all labels; None without a label."""
+    numbers = [float(count) for count in counts]
+    if not sum(numbers):
+        return None
+    weighted = zip(losses, numbers, strict=True)
+    return sum(loss.item() * count for loss, count in weighted if count) / sum(numbers)
 
 
 def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:

@@ -37,8 +37,10 @@ from polyrhythm.run.pipeline.batch import (
     Microbatches,
     StepInputs,
     join_outputs,
+    mean_loss,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
+from polyrhythm.run.pipeline.loss import Count, LossFunction
 from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
@@ -51,6 +53,7 @@ from polyrhythm.run.pipeline.partition import (
 )
 from polyrhythm.run.pipeline.runners import (
     FlushRunner,
+    GradientDivision,
     PipeDreamRunner,
     TiedGradients,
     check_untied,
@@ -76,7 +79,7 @@ class Pipeline:
         self,
         module: nn.Module | ModelPartition,
         *,
-        loss_fn: Callable[..., Tensor] | None,
+        loss_fn: Callable[..., Any] | None,
         n_microbatches: int | None = None,
         microbatch_sizes: Sequence[int] | None = None,
         schedule: str | ScheduleSpec | Schedule = "auto",
@@ -96,6 +99,9 @@ class Pipeline:
     ) -> None:
         """`loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage.
 
+        It may return (sum, count) instead: the sum of losses and the number of labels. Gradients
+        are then those of the mean over all labels of the batch, however many each micro-batch has.
+
         A batch is split into `n_microbatches` or, with schedule="auto", into micro-batches of the
         best of `microbatch_sizes`. Auto starts with 1f1b; every `tune_every` steps it selects the
         schedule with the shortest step, predicted from the measured times, within the
@@ -107,11 +113,12 @@ class Pipeline:
         batch, so that stages never wait for the pipeline to empty; see `drain`.
 
         `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
-        over micro-batches. `timeout`: the longest wait for another stage before it counts as lost.
-        `window`: number of receives posted ahead per direction, instead of the schedule's number.
-        `pipeline` numbers the replicas of a job in messages and logs; `log` is an event log, or the
-        folder of a run in which to write one. With a `seed`, dropout masks do not depend on the
-        number of stages (`random_streams.py`); by default they are drawn as always in torch.
+        over micro-batches, or of all sums that `loss_fn` returns. `timeout`: the longest wait for
+        another stage before it counts as lost. `window`: number of receives posted ahead per
+        direction, instead of the schedule's number. `pipeline` numbers the replicas of a job in
+        messages and logs; `log` is an event log, or the folder of a run in which to write one. With
+        a `seed`, dropout masks do not depend on the number of stages (`random_streams.py`); by
+        default they are drawn as always in torch.
         """
         options = PipelineOptions(
             n_microbatches=n_microbatches,
@@ -137,7 +144,10 @@ class Pipeline:
         self._splitter = BatchSplitter(
             options=options, device=self.device, is_first=self.is_first, is_last=self.is_last
         )
+        if loss_fn is not None and not isinstance(loss_fn, LossFunction):
+            loss_fn = LossFunction(loss_fn)
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
+        self.loss_counts: list[Count] = []  # labels or samples of each loss of the latest batch
         self._last_header: BatchHeader | None = None  # of the latest batch
         self._num_samples = 0  # trained on so far
         self._connections = self._connect(partition.wiring, options, pipeline)
@@ -209,6 +219,7 @@ class Pipeline:
             spec=options.spec,
             tied=self._tied,
             autotuner=autotuner,
+            division=GradientDivision(self.module, options.scale_grads),
         )
 
     @classmethod
@@ -370,7 +381,8 @@ class Pipeline:
         with self._isolated_streams():
             self._runner.run(batch)
         if (log := self._own_log) is not None:
-            values = {"loss": batch.mean_loss()} if batch.losses else {}  # on the last stage
+            loss = mean_loss(batch.losses, batch.loss_counts) if batch.losses else None
+            values = {} if loss is None else {"loss": loss}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
         self.num_steps += 1
         self._num_samples += sum(batch.header.sizes)
@@ -433,6 +445,17 @@ class Pipeline:
     ) -> None:
         """Set the context of all backwards of a step but the last, which completes gradients."""
         self._flush_runner.accumulation_context = context
+
+    def defer_division(self, is_deferred: bool) -> None:
+        """Leave the division of gradients by counted labels to their average over pipelines."""
+        if isinstance(self._runner, FlushRunner):
+            self._runner.division.is_deferred = is_deferred
+
+    def pop_divisor(self) -> Count | None:
+        """Return the divisor of deferred gradients; None if labels are not counted."""
+        return (
+            self._runner.division.pop_divisor() if isinstance(self._runner, FlushRunner) else None
+        )
 
     def drain(self) -> Iterator[None]:
         """Run the remaining backwards of a pipeline without a flush; update weights after each.
@@ -561,6 +584,7 @@ class Pipeline:
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
+        self.loss_counts = batch.loss_counts
         return join_outputs(batch.outputs)
 
 

@@ -35,6 +35,7 @@ from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader
 from polyrhythm.run.pipeline.executor import Executor, local
+from polyrhythm.run.pipeline.loss import Count, divide_by
 from polyrhythm.run.pipeline.partition import TiedParameter, check_module
 from polyrhythm.run.pipeline.transport import Connections
 from polyrhythm.schedule.builders import Schedule
@@ -102,6 +103,53 @@ class TiedGradients:
         return {p for tie, p in self._parameters() if tie.stages[0] != self.connections.stage}
 
 
+@dataclass(slots=True)
+class GradientDivision:
+    """Divides the gradients of a step by the number of its labels, if its losses are counted.
+
+    If gradients are averaged over pipelines, which may start before the last count is known, the
+    average divides them: it takes the `pop_divisor` of each pipeline.
+    """
+
+    module: nn.Module
+    is_enabled: bool  # otherwise gradients are those of the sum over all labels
+    is_deferred: bool = False
+    _divisor: Count | None = field(default=None, init=False)
+    _previous: dict[Parameter, Tensor] = field(default_factory=dict, init=False)
+
+    def begin(self) -> None:
+        """Before the first backward of a counted step: set earlier gradients aside."""
+        with_gradient = [p for p in self.module.parameters() if p.grad is not None]
+        if not self.is_deferred:
+            self._previous = {p: p.grad for p in with_gradient if p.grad is not None}
+            for parameter in self._previous if self.is_enabled else ():
+                parameter.grad = None
+        elif self._divisor is not None and with_gradient:
+            raise ScheduleError(
+                "a second step before gradients are averaged, with a loss function that returns "
+                "(sum, count)",
+                expected="an optimizer step and zero_grad() after each step of the pipeline",
+                fix="run one step on the whole batch, with more micro-batches",
+            )
+
+    def end(self, batch: Batch) -> None:
+        """After the last backward: divide, and add the earlier gradients."""
+        divisor = batch.divisor()
+        if self.is_deferred:
+            self._divisor = divisor
+        elif divisor is not None and self.is_enabled:
+            gradients = (p.grad for p in self.module.parameters())
+            divide_by(divisor, [local(g) for g in gradients if g is not None])
+            for parameter, gradient in self._previous.items():
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self._previous = {}
+
+    def pop_divisor(self) -> Count | None:
+        """Return the divisor of the gradients of this pipeline; None if they need none."""
+        divisor, self._divisor = self._divisor, None
+        return divisor
+
+
 class _BuiltSchedule(NamedTuple):
     schedule: Schedule
     in_flight: list[int]  # maximum by stage
@@ -119,6 +167,7 @@ class FlushRunner:
     spec: ScheduleSpec | ExplicitSchedule
     tied: TiedGradients | None
     autotuner: ScheduleAutotuner | None
+    division: GradientDivision
     accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
     # The schedule of the last step; `spec` is that of the next.
     last_spec: ScheduleSpec | ExplicitSchedule = field(init=False)
@@ -155,10 +204,12 @@ class FlushRunner:
             is_tuned, stage = self.autotuner is not None, self.executor.stage.stage
             check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
             self._sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        batch.on_counted = self.division.begin
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():
             with _accumulate_locally(self._sharded), self.accumulation_context():
                 self.executor.run(actions[:-1], batch)
             self.executor.run(actions[-1:], batch)  # the last backward
+            self.division.end(batch)
         if self.executor.connections is not None:
             self.executor.connections.drain()
         self.last_spec = self.spec

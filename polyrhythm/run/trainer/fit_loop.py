@@ -10,7 +10,7 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
 from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
-from polyrhythm.run.pipeline.batch import BatchHeader, BatchSlice, EndOfDataError, Microbatch
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError, mean_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
@@ -54,19 +54,8 @@ class StepInfo:
 
     step: int  # the global step, from 0
     num_samples: int  # this pipeline's share of the step
-    loss: float | None  # their mean loss; None except on the last stage
+    loss: float | None  # the mean over their labels; None except on the last stage, or without one
     seconds: Seconds
-
-
-class WeightedLoss:
-    """The user's loss, multiplied by `weight`."""
-
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        self._loss_fn, self.weight = loss_fn, 1.0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self._loss_fn(*args, **kwargs)
-        return loss if self.weight == 1.0 else loss * self.weight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,7 +129,6 @@ class FitContext:
     shares: tuple[int, ...]  # micro-batches of each pipeline in a step, in lockstep
     pipeline: Pipeline
     samples: SampleLoader
-    loss: WeightedLoss
     log: EventLog | None
     checkpointer: TrainerCheckpointer | None  # None without a run folder
     preemption: PreemptionHandler
@@ -382,15 +370,10 @@ class Phase:
             return None
         self.strategy.update(self.sampler.acknowledge)
         self.advance_lr_scheduler(batch_slice.step + 1)
-        loss = None
-        if losses:
-            weighted = zip(losses, pipeline.sizes, strict=True)
-            total = sum(each.item() * size for each, size in weighted)
-            loss = total / batch_slice.num_samples / batch_slice.weight
         info = StepInfo(
             step=batch_slice.step,
             num_samples=batch_slice.num_samples,
-            loss=loss,
+            loss=mean_loss(losses, pipeline.loss_counts) if losses else None,
             seconds=time.perf_counter() - start,
         )
         if pipeline.is_first:
@@ -409,7 +392,6 @@ class Phase:
         if batch_slice is None:
             pipeline.end_batches()
             return None
-        self._context.loss.weight = batch_slice.weight
         microbatches, metadata = self._fit.stage_loader.of_slice(batch_slice, self.sampler.peek())
         pipeline.run_microbatches(microbatches, training=True, losses=losses, metadata=metadata)
         return batch_slice
@@ -417,13 +399,8 @@ class Phase:
     def _run_later_stage(self, losses: list[Tensor]) -> BatchSlice | None:
         """Run a batch on a later stage, which receives its slice in the batch header."""
         pipeline = self._context.pipeline
-
-        def load(header: BatchHeader) -> Sequence[Microbatch]:
-            assert isinstance(header.metadata, BatchSlice), "the first stage passes it"
-            self._context.loss.weight = header.metadata.weight
-            return self._fit.stage_loader.of_header(header)
-
         try:
+            load = self._fit.stage_loader.of_header
             pipeline.run_microbatches(load, training=True, losses=losses)
         except EndOfDataError:
             return None

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -37,6 +37,7 @@ from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
+from polyrhythm.run.pipeline.loss import LossFunction
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition, build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.autoplan import choose_global_batch, choose_plan, choose_shares
@@ -53,7 +54,6 @@ from polyrhythm.run.trainer.fit_loop import (
     FitLoop,
     StepInfo,
     TrainProgress,
-    WeightedLoss,
 )
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
@@ -107,7 +107,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        loss_fn: Callable[..., Tensor],
+        loss_fn: Callable[..., Any],
         optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer],
         dataset: Dataset[Any],
         *,
@@ -130,10 +130,11 @@ class Trainer:
     ) -> None:
         """`model` is the whole model, or a function that builds it; the same in every process.
 
-        `loss_fn(output, target)` returns the mean loss of a micro-batch. `dataset[i]` is a pair
-        (inputs, target); the inputs are one tensor, several, or several by name. `optimizer_fn`
-        makes an optimizer from parameters, `lr_scheduler_fn` its learning rate scheduler, which
-        counts steps. A step is `batch_size` samples, summed over all pipelines.
+        `loss_fn(output, target)` returns the mean loss of a micro-batch, which is weighted by its
+        labels, or (sum, count). `dataset[i]` is a pair (inputs, target); the inputs are one tensor,
+        several, or several by name. `optimizer_fn` makes an optimizer from parameters,
+        `lr_scheduler_fn` its learning rate scheduler, which counts steps. A step is `batch_size`
+        samples, summed over all pipelines.
 
         `plan` assigns stages to devices: a Plan, its file, or auto. `split` names the parts of a
         model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
@@ -168,7 +169,7 @@ class Trainer:
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
             self._log = EventLog(worker_log(config.run_dir, self.worker), self.worker)
-        self._loss, device = WeightedLoss(loss_fn), membership.device(config.device)
+        device, self._loss_fn = membership.device(config.device), loss_fn
         # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
         self.device_mesh = membership.device_mesh(device.type)
         group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
@@ -197,7 +198,6 @@ class Trainer:
             shares=shares,
             pipeline=self.pipeline,
             samples=self._samples,
-            loss=self._loss,
             log=self._log,
             checkpointer=self._checkpointer,
             preemption=self._preemption,
@@ -263,7 +263,6 @@ class Trainer:
         pipeline, num_pipelines = self.worker.pipeline, self.plan.num_pipelines
         start, end = (order.num_samples * p // num_pipelines for p in (pipeline, pipeline + 1))
         batch_size = max(1, self._global_batch.size // num_pipelines)
-        self._loss.weight = 1.0
         with self._config.precision(self.pipeline.device):
             samples = self._make_loader(dataset, order)
             return evaluate(self.pipeline, samples, range(start, end), batch_size)
@@ -327,7 +326,7 @@ class Trainer:
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
             part,
-            loss_fn=self._loss,
+            loss_fn=LossFunction(self._loss_fn, counts_labels=True),
             microbatch_sizes=[self._global_batch.microbatch_size],
             schedule=config.schedule,
             memory_limit=config.memory_limit,
