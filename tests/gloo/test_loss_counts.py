@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.pipeline.batch import mean_loss
 from polyrhythm.run.pipeline.loss import LossFunction, MicrobatchLoss
+from tests.gloo.pipelines import run_single_process
 
 NUM_CLASSES, LENGTH = 5, 4
 WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
@@ -84,9 +86,7 @@ def split(values: Tensor, sizes: list[int]) -> list[Tensor]:
     st.lists(st.lists(st.integers(0, LENGTH), min_size=1, max_size=3), min_size=1, max_size=4),
     st.integers(0, 999),
 )
-def test_weighted_means_of_any_split_are_the_mean_of_the_whole(
-    loss: Callable[..., Any], kept: list[list[int]], seed: int
-) -> None:
+def check_weighted_means(loss: Callable[..., Any], kept: list[list[int]], seed: int) -> None:
     logits, labels = batch(seed, [number for part in kept for number in part])
     sizes = [len(part) for part in kept]
     leaf = logits.clone().requires_grad_()
@@ -110,6 +110,10 @@ def test_weighted_means_of_any_split_are_the_mean_of_the_whole(
     expected.backward()
     assert mean == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(leaf.grad * 2.0 / total, whole.grad)
+
+
+def test_weighted_means_of_any_split_are_the_mean_of_the_whole(tmp_path: Path) -> None:
+    run_single_process(check_weighted_means, tmp_path)
 
 
 def count_of(loss: Callable[..., Any], output: Any, target: Any) -> Any:
@@ -159,10 +163,7 @@ def test_several_cross_entropies_of_unequal_labels_are_weighted_by_samples_with_
 
 def test_two_calls_on_the_same_labels_count_them_once() -> None:
     def two(logits: Tensor, labels: Tensor) -> Tensor:
-        flat = labels.flatten()
-        return cross_entropy(logits.flatten(0, 1), flat) + cross_entropy(
-            -logits.flatten(0, 1), flat
-        )
+        return flat_cross_entropy(logits, labels) + flat_cross_entropy(-logits, labels)
 
     assert count_of(two, *batch(0, [4, 1, 0])) == 5
 

@@ -19,8 +19,7 @@ from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.trainer import Trainer
-from tests.gloo.pipelines import assert_close, merged
-from tests.gloo.trainer_jobs import run_job
+from tests.gloo.pipelines import assert_close, merged, run_single_process, run_stages
 
 VOCABULARY, LENGTH, WIDTH = 11, 6, 8
 BATCH, MICROBATCH, STEPS, CLIP = 12, 2, 3, 0.2
@@ -85,60 +84,54 @@ def sum_and_count(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return total, (labels != -100).sum()
 
 
-def mean_of(loss_fn: Callable[..., Any], logits: Tensor, labels: Tensor) -> Tensor:
-    returned = loss_fn(logits, labels)
+def whole_batch(
+    loss_fn: Callable[..., Any], model: nn.Sequential, tokens: Tensor, labels: Tensor
+) -> Tensor:
+    returned = loss_fn(model(tokens), labels)
     return returned[0] / returned[1] if isinstance(returned, tuple) else returned
 
 
-def reference(loss_fn: Callable[..., Any]) -> tuple[list[float], dict[str, Tensor], float]:
+def with_auxiliary_losses(
+    loss_fn: Callable[..., Any], model: nn.Sequential, tokens: Tensor, labels: Tensor
+) -> Tensor:
+    """Add the auxiliary losses by hand, weighted as the labels of their micro-batch are."""
+    total = whole_batch(loss_fn, model, tokens, labels)
+    for some, their in zip(tokens.split(MICROBATCH), labels.split(MICROBATCH), strict=True):
+        weight, hidden = (their != -100).sum() / (labels != -100).sum().double(), model[0](some)
+        for router in (model[1], model[2]):
+            total = total + weight * router.auxiliary_loss(hidden)
+            hidden = router(hidden)
+    return total
+
+
+def reference(
+    loss_fn: Callable[..., Any], *, with_loss: bool
+) -> tuple[list[float], dict[str, Tensor], float]:
     """Train one process on whole batches; return losses, weights, and the loss after training."""
-    model = build(with_loss=False)
+    model, objective = build(with_loss=False), with_auxiliary_losses if with_loss else whole_batch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     tokens, labels = dataset().tensors
     losses = []
-    for step in range(STEPS):
-        rows = slice(step * BATCH, (step + 1) * BATCH)
-        loss = mean_of(loss_fn, model(tokens[rows]), labels[rows])
+    for rows in torch.arange(BATCH * STEPS).split(BATCH):
+        loss = objective(loss_fn, model, tokens[rows], labels[rows])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        after = mean_of(loss_fn, model(tokens), labels).item()
+        after = whole_batch(loss_fn, model, tokens, labels).item()
     return losses, model.state_dict(), after
 
 
-def reference_with_auxiliary_losses() -> tuple[list[float], dict[str, Tensor]]:
-    """Add the auxiliary losses by hand, weighted as the labels of the same micro-batches are."""
-    model = build(with_loss=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    tokens, labels = dataset().tensors
-    losses = []
-    for step in range(STEPS):
-        total = torch.zeros((), dtype=torch.float64)
-        rows = slice(step * BATCH, (step + 1) * BATCH)
-        for some, their in zip(
-            tokens[rows].split(MICROBATCH), labels[rows].split(MICROBATCH), strict=True
-        ):
-            count, hidden = (their != -100).sum(), model[0](some)
-            loss = cross_entropy(model(some).flatten(0, 1), their.flatten(), reduction="sum")
-            for router in (model[1], model[2]):
-                loss = loss + count * router.auxiliary_loss(hidden)
-                hidden = router(hidden)
-            total = total + loss
-        total = total / (labels[rows] != -100).sum()
-        total.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return losses, model.state_dict()
-
-
 def train(
-    loss_fn: Callable[..., Any], plan: Plan, sync: str, *, with_loss: bool = False
-) -> tuple[list[float | None], dict[str, Tensor], float]:
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    sync: str,
+    *,
+    with_loss: bool = False,
+    steps: int = STEPS,
+) -> tuple[list[tuple[float | None, float]], dict[str, Tensor], float]:
     trainer = Trainer(
         lambda: build(with_loss=with_loss),
         loss_fn,
@@ -153,7 +146,7 @@ def train(
         timeout=30.0,
     )
     with trainer:
-        losses = [step.loss for step in trainer.fit(max_steps=STEPS).steps]
+        losses = [(step.loss, step.num_labels) for step in trainer.fit(max_steps=steps).steps]
         return losses, trainer.model.state_dict(), trainer.evaluate(dataset())
 
 
@@ -166,12 +159,15 @@ def run_cases(
         pipelines=(PipelinePlan(schedule="1f1b"),) * num_pipelines,
     )
 
-    def work(ctx: DistContext | None) -> list[Any]:
+    def work(ctx: DistContext | None = None) -> list[Any]:
         return [
             train(loss_fn, plan, sync, with_loss=with_loss) for loss_fn, sync, with_loss in cases
         ]
 
-    found = run_job(plan.num_workers, work, folder)
+    if plan.num_workers == 1:
+        found = [run_single_process(work, folder)]
+    else:
+        found = run_stages(plan.num_workers, work, folder)
     return [list(by_rank) for by_rank in zip(*found, strict=True)]
 
 
@@ -195,15 +191,39 @@ def test_every_plan_equals_one_process_on_the_whole_batch(
         *((padded, mode, True) for mode in modes[:2]),
     ]
     found = run_cases(num_stages, num_pipelines, cases, tmp_path)
-    for (loss_fn, mode, with_loss), by_rank in zip(cases, found, strict=True):
-        if with_loss:
-            expected_losses, weights = reference_with_auxiliary_losses()
-        else:
-            expected_losses, weights, after = reference(loss_fn)
-            for _, _, evaluated in by_rank:
-                assert evaluated == pytest.approx(after, rel=1e-9), (loss_fn, mode)
+    expected = run_single_process(
+        lambda: [reference(loss_fn, with_loss=with_loss) for loss_fn, _, with_loss in cases],
+        tmp_path,
+    )
+    for case, by_rank, (expected_losses, weights, after) in zip(
+        cases, found, expected, strict=True
+    ):
+        for _, _, evaluated in by_rank:
+            assert evaluated == pytest.approx(after, rel=1e-9), case
         for pipeline in range(num_pipelines):
             ranks = by_rank[pipeline * num_stages : (pipeline + 1) * num_stages]
             assert_close(merged(state for _, state, _ in ranks), weights, tolerance=1e-8)
-        if num_pipelines == 1:
-            assert by_rank[-1][0] == pytest.approx(expected_losses, rel=1e-9)
+        last_stages = [losses for losses, _, _ in by_rank[num_stages - 1 :: num_stages]]
+        found_losses = [
+            sum((loss or 0.0) * labels for loss, labels in step) / sum(labels for _, labels in step)
+            for step in zip(*last_stages, strict=True)
+        ]
+        assert found_losses == pytest.approx(expected_losses, rel=1e-9), case
+
+
+def test_models_are_averaged_after_steps_on_the_labels_of_each_pipeline(tmp_path: Path) -> None:
+    plan = Plan(layers_per_stage=LAYERS[1], pipelines=(PipelinePlan(schedule="1f1b"),) * 2)
+    found = run_stages(2, lambda _: train(padded, plan, "static", steps=1)[1], tmp_path)
+
+    def own_step(rows: slice) -> dict[str, Tensor]:
+        model, (tokens, labels) = build(with_loss=False), dataset().tensors
+        whole_batch(padded, model, tokens[rows], labels[rows]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+        return model.state_dict()
+
+    halves = slice(0, BATCH // 2), slice(BATCH // 2, BATCH)
+    first, second = run_single_process(lambda: list(map(own_step, halves)), tmp_path)
+    for weights in found:
+        mean = {name: (first[name] + second[name]) / 2 for name in first}
+        assert_close(weights, mean, tolerance=1e-8)

@@ -370,10 +370,15 @@ class Executor:
         if self.stage.loss_fn is None or batch.targets[number] is None:
             return ()
         target = self._to_device(batch.targets[number], batch)
-        num_samples = batch.header.sizes[number]
         if self.streams is not None:
             self.streams.begin_loss()
-        loss = self.stage.loss_fn(returned, target, num_samples=num_samples, **batch.loss_kwargs)
+        loss = self.stage.loss_fn(
+            returned,
+            target,
+            batch.loss_kwargs,
+            num_samples=batch.header.sizes[number],
+            host_target=batch.targets[number],
+        )
         if batch.header.training and not loss.value.requires_grad:
             raise ScheduleError(
                 "a loss that depends on no trained parameter of any stage",

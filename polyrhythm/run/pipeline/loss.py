@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -116,17 +117,25 @@ class LossFunction:
     _has_warned: bool = field(default=False, init=False)
 
     def __call__(
-        self, output: Any, target: Any, *, num_samples: int, **kwargs: Any
+        self,
+        output: Any,
+        target: Any,
+        loss_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        num_samples: int,
+        host_target: Any = None,
     ) -> MicrobatchLoss:
+        """`host_target`: the target before its copy to a GPU, where counting would wait for it."""
         calls = _MeanReductions() if self.counts_labels else None
         with nullcontext() if calls is None else calls:
-            returned = self.function(output, target, **kwargs)
+            returned = self.function(output, target, **loss_kwargs)
         if isinstance(returned, tuple | list):
             what, loss = _PAIR, MicrobatchLoss(*_checked_pair(returned), is_sum=True)
         elif calls is None:
             what, loss = _MEAN, MicrobatchLoss(_checked_scalar(returned))
         else:
-            what, count = self._count(calls.found, target, num_samples)
+            known = target if host_target is None else host_target
+            what, count = self._count(calls.found, known, num_samples)
             loss = MicrobatchLoss(_checked_scalar(returned), count)
         previous = self._returned.setdefault(torch.is_grad_enabled(), what)
         if previous != what:
@@ -140,7 +149,7 @@ class LossFunction:
     def _count(
         self, calls: "list[_MeanReduction]", target: Any, num_samples: int
     ) -> tuple[str, Count]:
-        if len({id(call.target) for call in calls}) == 1:
+        if len({call.key for call in calls}) == 1:
             return _CROSS_ENTROPY, calls[0].count()
         if calls:
             self._check_proportional(calls, num_samples)
@@ -148,7 +157,7 @@ class LossFunction:
         labels = _integer_labels(target)
         if labels is None:
             return _SAMPLES, float(num_samples)
-        return _LABELS, float((labels != IGNORE_INDEX).sum())  # on the host, as datasets are
+        return _LABELS, float((labels != IGNORE_INDEX).sum())  # 0 must be known: see `objective`
 
     def _check_proportional(self, calls: "list[_MeanReduction]", num_samples: int) -> None:
         """Warn if weights by samples differ from those of one process on the whole batch."""
@@ -227,6 +236,13 @@ class _MeanReduction:
     num_predictions: float
     weight: Tensor | None = None
     ignore_index: int = IGNORE_INDEX
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for calls that divide by the same number."""
+        target = self.target
+        place = target.data_ptr(), target.shape, target.stride(), target.dtype
+        return *place, id(self.weight), self.ignore_index, self.num_predictions
 
     def count(self) -> Count:
         """Return the number by which the call has divided the sum of losses."""

@@ -55,6 +55,7 @@ class StepInfo:
     step: int  # the global step, from 0
     num_samples: int  # this pipeline's share of the step
     loss: float | None  # the mean over their labels; None except on the last stage, or without one
+    num_labels: float = 0.0  # of that mean; samples if labels are not counted
     seconds: Seconds
 
 
@@ -374,6 +375,7 @@ class Phase:
             step=batch_slice.step,
             num_samples=batch_slice.num_samples,
             loss=mean_loss(losses, pipeline.loss_counts) if losses else None,
+            num_labels=float(sum(pipeline.loss_counts)) if losses else 0.0,
             seconds=time.perf_counter() - start,
         )
         if pipeline.is_first:

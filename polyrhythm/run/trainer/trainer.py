@@ -169,7 +169,7 @@ class Trainer:
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
             self._log = EventLog(worker_log(config.run_dir, self.worker), self.worker)
-        device, self._loss_fn = membership.device(config.device), loss_fn
+        device = membership.device(config.device)
         # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
         self.device_mesh = membership.device_mesh(device.type)
         group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
@@ -326,7 +326,7 @@ class Trainer:
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
             part,
-            loss_fn=LossFunction(self._loss_fn, counts_labels=True),
+            loss_fn=LossFunction(config.loss_fn, counts_labels=True),
             microbatch_sizes=[self._global_batch.microbatch_size],
             schedule=config.schedule,
             memory_limit=config.memory_limit,
