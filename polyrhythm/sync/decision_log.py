@@ -21,7 +21,7 @@ from polyrhythm.errors import EventError
 from polyrhythm.sync.protocol import Command, Event
 from polyrhythm.sync.setup import Setup
 
-SCHEMA = 2  # 1 had other names of messages and limits
+SCHEMA = 3  # 1 had other names of messages and limits, 2 had weights in Assign
 LOG_NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
 # JSON cannot write infinities; no policy option is a string like "inf".
 _TO_TEXT = {value: str(value) for value in (math.inf, -math.inf)}

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,38 @@ def test_stopped_worker_is_dead_after_heartbeat_timeout_and_is_notified_on_resum
         assert child.wait(TIMEOUT) == PEER_LOST
         assert "s0p1 is dead: no heartbeat for 1." in output.read_text()
         first.client.close()
+
+
+def flood(address: str, setup: Setup, worker: Worker) -> None:
+    """Join, then send messages without a pause until this process is killed."""
+    with RawClient(address) as client:
+        client.send(hello_of(setup, worker))
+        while True:
+            client.send(Heartbeat(worker, 1))
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_dead_worker_is_noticed_while_others_flood_the_coordinator(
+    is_closed: bool, children: list[Child]
+) -> None:
+    setup = setup_of(pipelines=5)
+    dead, alive, *flooding = workers_of(setup)
+    with coordinator_of(setup, heartbeat_timeout=1.0, startup_timeout=1.0) as coordinator:
+        address = coordinator.address
+        with RawClient(address) as client:
+            client.send(hello_of(setup, dead))
+            # One of them alone leaves turns of the coordinator in which no message is queued.
+            for worker in flooding:
+                children.append(Child(partial(flood, address, setup, worker)))
+            other = FakeWorker(address, setup, alive).join()
+            if is_closed:
+                client.socket.close(linger=0)
+            eventually(lambda: dead not in coordinator.present)
+        time.sleep(1.5)  # longer than the timeout: those that send heartbeats stay
+        assert coordinator.present == [alive, *flooding]
+        for child in children:
+            child.end()
+        other.client.close()
 
 
 def test_computing_worker_sends_heartbeats() -> None:

@@ -1,5 +1,6 @@
 """Phases of training in scripted sync modes: what must hold across a switch."""
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ class ScriptedTuner:
         return SwitchDecision(
             sync_mode=self._sync_mode, switches=switches, why="scripted", predicted={}
         )
+
+    def keep(self, pipelines: Sequence[int]) -> None:
+        pass
 
 
 def train(
@@ -162,3 +166,39 @@ def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: st
     with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
         assert job.wait(60)
     assert "its share of the batch" in (tmp_path / "error0").read_text()
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 3)])
+def test_switch_after_a_loss_waits_for_living_pipelines_only(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    """A pipeline dies in groups; the others switch to lockstep, to groups, and back."""
+    plan = plan_of(*shape)
+    lost = range(shape[0], 2 * shape[0])  # the ranks of the second pipeline
+    modes = ["adaptive", *["adaptive"] * 8, "decoupled", "age", "balanced"]
+
+    def work(ctx: DistContext) -> None:
+        sync_tuner.AutoSwitch = partial(ScriptedTuner, modes)
+        seen: list[tuple[int, int, Tensor]] = []
+
+        def callback(end: Any) -> None:
+            if ctx.rank in lost and end.step >= 5:
+                os._exit(0)
+            weight = next(made.model.parameters()).detach().clone()
+            seen.append((end.step, end.num_samples, weight))
+
+        made = trainer(plan, sync="auto", callbacks=[callback])
+        made.fit(max_steps=NUM_STEPS)
+        made.fit(max_steps=NUM_STEPS + WINDOW)  # in lockstep
+        torch.save(seen, tmp_path / f"seen{ctx.rank}.pt")
+        os._exit(0)  # leaving the job's process group would wait for the dead
+
+    with LocalJob(work, plan.num_workers, output_folder=tmp_path / "logs") as job:
+        assert job.wait(90)
+    for stage in range(shape[0]):
+        replicas = [torch.load(tmp_path / f"seen{stage + 2 * p * shape[0]}.pt") for p in range(2)]
+        last = [{step: (count, weight) for step, count, weight in seen} for seen in replicas]
+        for step in range(NUM_STEPS, NUM_STEPS + WINDOW):
+            assert sum(seen[step][0] for seen in last) == BATCH
+        weights = [seen[NUM_STEPS - 1][1] for seen in last]
+        torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)

@@ -8,11 +8,13 @@ gradients, so that all assign the same micro-batches.
 The others average models at the end of steps: in groups of the scheduler, by a fixed rule, or on a
 server. If training waits for the average, all members of a group continue from exact copies. With
 `overlap` training continues at once, and at the end of the next step adds the difference to the
-current weights; a group then has a whole step to form, and its window costs no time. A step of
-several micro-batches may apply the average sooner, between two of them: the remaining gradients are
-then those of the averaged model. With `decoupled` the next forward all-gathers the average.
+current weights (and applies it to state as far as the state still holds what was published); a
+group then has a whole step to form, and its window costs no time. A step of several micro-batches
+may apply the average sooner, between two of them: the remaining gradients are then those of the
+averaged model. With `decoupled` the next forward all-gathers the average.
 
-`local` uses the mean of the models as a direction, in which an outer optimizer makes one step.
+`local` uses the mean of the models as a direction, in which an outer optimizer makes one step; a
+worker that is alone takes its own model as the mean.
 """
 
 import contextlib
@@ -190,7 +192,6 @@ class ModelAveraging:
         self._request_group()
 
     def apply_pending(self) -> None:
-        """Add the difference instead of writing the mean, which would undo an optimizer step."""
         self._apply(self._client.pop_result())
 
     def average_all(self) -> None:
@@ -223,7 +224,7 @@ class ModelAveraging:
         if result.published is unchanged:
             self._model.flat().write(result.value)
         else:
-            self._model.flat().add(result.difference)
+            self._model.flat().apply(result.published, result.value)
 
 
 class _OuterOptimizer:
@@ -431,7 +432,7 @@ class ServerAveraging:
         self._model, self._client = model, client
         self._server = ParameterServerClient(rendezvous)
         self._pulled = model.flat().read()
-        self._server.init(self._pulled)
+        self._server.init(self._pulled, model.num_weights)
 
     def step(self) -> None:
         self.num_steps += 1
@@ -449,7 +450,9 @@ class ServerAveraging:
     def _push_pull(self, wait: Callable[[Tensor], object]) -> None:
         flat = self._model.flat()
         weights = flat.read()
-        self._server.push(weights - self._pulled)
+        update = weights.clone()  # changes of weights, then statistics as they are
+        update[: self._model.num_weights] -= self._pulled[: self._model.num_weights]
+        self._server.push(update)
         wait(weights)
         self._pulled = self._server.pull(weights)
         flat.write(self._pulled)

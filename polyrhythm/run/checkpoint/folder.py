@@ -1,7 +1,11 @@
 """The folder of a run's checkpoints: `step-00000100`, written as `.step-00000100.partial` first.
 
-A checkpoint appears atomically, by a rename: a reader finds it complete or not at all. A partial
-folder that a killed run left is hidden by its name, and the next run removes it.
+A checkpoint appears atomically, by a rename: a reader finds it complete or not at all. A step that
+is saved again first hides its earlier checkpoint as `.step-00000100.replaced`, which remains the
+checkpoint of that step until the new one has its name. Partial folders and those of interrupted
+removals (`.step-00000100.removed`) are hidden by their names, and the next run removes them. The
+order holds for a loss of power, too: files are synced before the rename, and the rename before
+anything older is removed.
 """
 
 import os
@@ -9,7 +13,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polyrhythm.run.checkpoint.manifest import (
@@ -23,7 +27,8 @@ from polyrhythm.run.checkpoint.manifest import (
 
 CHECKPOINTS = "checkpoints"  # subfolder of the run folder
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|replaced)")
+_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -35,14 +40,19 @@ def partial_folder(folder: Path, step: int) -> Path:
 
 
 def list_steps(folder: Path) -> dict[int, Path]:
-    """Return the folders with the name of a checkpoint, by step."""
-    named = (entry for entry in sorted(folder.glob("step-*")) if _STEP.fullmatch(entry.name))
-    return {int(entry.name.removeprefix("step-")): entry for entry in named if entry.is_dir()}
+    """Return the folders of checkpoints by step; one that was being replaced may be hidden."""
+    names = {target.name: hidden for target, hidden in _hidden_checkpoints(folder)}
+    names |= {entry.name: entry for entry in folder.glob("step-*") if _STEP.fullmatch(entry.name)}
+    named = sorted(names.items())
+    return {int(name.removeprefix("step-")): entry for name, entry in named if entry.is_dir()}
 
 
 def latest(folder: Path | str) -> Path | None:
-    """Find the newest complete checkpoint by reading every file; warn of damaged ones."""
-    for path, manifest in candidates(Path(folder)):
+    """Find the newest complete checkpoint with finite weights; warn of those skipped.
+
+    Every file is read.
+    """
+    for path, manifest in restorable(Path(folder)):
         problem = find_damage(path, manifest.files)
         if problem is None:
             return path
@@ -86,6 +96,23 @@ def candidates(folder: Path, *, should_warn: bool = True) -> list[tuple[Path, Ma
     return sorted(found, key=lambda each: (each[1].serial, each[1].step), reverse=True)
 
 
+def restorable(folder: Path) -> list[tuple[Path, Manifest]]:
+    """Return the candidates without those whose weights are not finite; warn of these."""
+    found = candidates(folder)
+    for path, manifest in found:
+        if manifest.is_finite is False:
+            warnings.warn(f"checkpoint skipped: {path}: its weights are not finite", stacklevel=3)
+    return [each for each in found if each[1].is_finite is not False]
+
+
+def would_replace_finite(target: Path) -> bool:
+    """Whether a checkpoint of the same step has finite weights, as far as known."""
+    try:
+        return target.exists() and read_manifest(target).is_finite is not False
+    except CheckpointError:
+        return False
+
+
 def next_serial(folder: Path) -> int:
     newest = candidates(folder, should_warn=False)[:1]
     return 1 + max((manifest.serial for _, manifest in newest), default=0)
@@ -106,24 +133,40 @@ def new_folder(folder: Path) -> Iterator[None]:
 def complete(partial: Path, target: Path) -> None:
     """Rename the partial folder to `target`, replacing a checkpoint of the same step."""
     sync_folder(partial)
-    replaced = _replaced(target)
+    replaced = target.with_name(f".{target.name}.replaced")
     if target.exists():
         target.rename(replaced)
-    partial.rename(target)
+    try:
+        partial.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
     sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced.exists():
+        with suppress(OSError):  # the checkpoint is saved; the next save tries again
+            _remove(replaced, target)
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep`; unreadable ones stay, for the user to inspect."""
-    for path, _ in reversed(candidates(folder, should_warn=False)[keep:]):
-        hidden = _replaced(path)  # an interrupted removal then leaves a known leftover
-        path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    """Remove all but the newest `keep` with finite weights, and the newest of the others.
+
+    Unreadable ones stay, for the user to inspect.
+    """
+    found = candidates(folder, should_warn=False)
+    finite = [each for each in found if each[1].is_finite is not False]
+    not_finite = [each for each in found if each[1].is_finite is False]
+    for path, manifest in reversed(finite[keep:] + not_finite[1:]):
+        _remove(path, step_folder(folder, manifest.step))
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the folders of interrupted saves and removals."""
+    """Remove the folders of interrupted saves and removals; finish or undo a replacement."""
+    for target, hidden in _hidden_checkpoints(folder):
+        if target.exists():
+            _remove(hidden, target)
+        else:
+            hidden.rename(target)
     for entry in folder.glob(".step-*"):
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
@@ -145,5 +188,15 @@ def sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def _replaced(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+def _hidden_checkpoints(folder: Path) -> list[tuple[Path, Path]]:
+    """Return the final and the hidden path of each checkpoint that was being replaced."""
+    found = ((entry, _REPLACED.fullmatch(entry.name)) for entry in sorted(folder.glob(".step-*")))
+    return [(folder / match[1], entry) for entry, match in found if match]
+
+
+def _remove(path: Path, checkpoint: Path) -> None:
+    """Remove a folder; what an interruption leaves has a name that is never read."""
+    removed = checkpoint.with_name(f".{checkpoint.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)

@@ -64,6 +64,7 @@ _Key = tuple[type, int, int | None]  # of a request and its answer
 RECONNECT_TIMEOUT: Seconds = 2.0
 CLOSE_TIMEOUT: Seconds = 1.0  # for the last messages, and again for the thread to end
 _CHECK_INTERVAL: Seconds = 0.1  # of `join`
+_MAX_BATCH = 256  # messages between two checks of timers
 _PROBLEMS = {
     ConnectionEvent.CONNECTED: "it sends nothing",
     ConnectionEvent.HANDSHAKE_CLOSED: "it closes connections at once: are the keys of its job?",
@@ -377,7 +378,7 @@ class CoordinatorClient:
             self._last_received_at + self._heartbeat_timeout,
         )
         self._socket.wait(min(due - time.monotonic(), self._heartbeat_interval))
-        self._receive_all()
+        self._receive()
         self._handle_connection_events()
         self._send_queued()
         now = time.monotonic()
@@ -392,8 +393,10 @@ class CoordinatorClient:
         elif now - self._last_sent_at >= self._heartbeat_interval:
             self._send_now(Heartbeat(self._hello.worker, self._hello.incarnation), now)
 
-    def _receive_all(self) -> None:
-        while self._error is None and (data := self._socket.receive()) is not None:
+    def _receive(self) -> None:
+        for _ in range(_MAX_BATCH):
+            if self._error is not None or (data := self._socket.receive()) is None:
+                return
             self._last_received_at = time.monotonic()
             try:
                 message = self._decode(data)

@@ -119,6 +119,7 @@ class Coordinator:
         self._heartbeat = self._encode(Heartbeat(Worker(0, 0)))
         self._start_at = math.inf  # when to start without missing workers; -inf once started
         self._heartbeat_check_at = math.inf  # when the next heartbeat timeout can occur
+        self._num_since_due = 0  # messages since the check of connections was due
         self._suspects: dict[bytes, Seconds] = {}  # possibly closed connections, and when to check
         self._last_run_at = time.monotonic()
         self._stop = threading.Event()
@@ -226,8 +227,13 @@ class Coordinator:
             self._suspect_closed(now)
         self._extend_after_stall(now - self._last_run_at)
         self._last_run_at = now
-        if self._next_check_at() <= now and len(received) < MAX_BATCH:  # no message is queued
-            self._check_connections(now)
+        if self._next_check_at() <= now:
+            # Check once no queued message can show that a client is alive. The socket takes turns
+            # between clients: one message for each of them is enough while others send without end.
+            self._num_since_due += len(received)
+            if len(received) < MAX_BATCH or self._num_since_due >= len(self._sessions.connections):
+                self._num_since_due = 0
+                self._check_connections(now)
         if self._log is not None:
             self._log.flush()
 

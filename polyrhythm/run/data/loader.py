@@ -87,6 +87,7 @@ class SampleLoader:
         has_fingerprints: bool = False,
     ) -> None:
         """`collate_fn` turns a list of items into (inputs, target); the default is torch's."""
+        self.num_samples = None if order is None else order.num_samples  # None: iterable
         self._reader = make_reader(dataset, order)
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
         self._seed, self._has_fingerprints = seed, has_fingerprints

@@ -226,9 +226,9 @@ class GradientSync:
                     bucket.weights, bucket.number, CollectivePhase.ALL_GATHER
                 )
 
-    def gather_weights(self, buckets: Iterable[Bucket]) -> None:
+    def gather_weights(self) -> None:
         """Start to gather the updated weights; skip late buckets that no worker has used."""
-        for bucket in buckets:
+        for bucket in self.buckets:
             if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late):
                 pending: Pending | Work
                 pending = started = self.collectives.all_gather(bucket.weights, bucket.number)

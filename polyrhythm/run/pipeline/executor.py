@@ -56,6 +56,7 @@ class StageCompute:
     device: torch.device
     loss_fn: LossFunction | None = None
     compute: EmulatedCompute | None = None
+    dw_builder: Callable[[], Callable[..., None]] | None = None  # adds the gradients of weights
     is_synchronized: bool = False  # wait for the GPU after each action: for a log or emulation
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
@@ -116,6 +117,8 @@ class StageCompute:
                 outputs: list[Any] = [edge for edge, _ in pairs]
                 with saved.auxiliary:
                     torch.autograd.backward(outputs, [g for _, g in pairs])
+                    if self.dw_builder is not None:
+                        self.dw_builder()()
         self._end_timing(Op.B, kind, start)
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
 
@@ -154,14 +157,14 @@ class StageCompute:
     def _measure_activations(self, kind: int) -> Iterator[None]:
         nbytes_by_tensor: dict[tuple[int, int], Bytes] = {}
         held = self.call.parameters() if isinstance(self.call, nn.Module) else ()
-        parameters = {local(p).untyped_storage().data_ptr() for p in held}
+        parameters = {t.untyped_storage().data_ptr() for p in held for t in _plain_tensors(p)}
 
         @torch.compiler.disable  # otherwise it is traced as a part of a compiled module
         def record_saved(saved_tensor: Tensor) -> Tensor:
-            tensor = local(saved_tensor)
-            # By view, not by storage: a micro-batch is a view of the user's batch.
-            if tensor.untyped_storage().data_ptr() not in parameters:
-                nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+            for tensor in _plain_tensors(saved_tensor):
+                # By view, not by storage: a micro-batch is a view of the user's batch.
+                if tensor.untyped_storage().data_ptr() not in parameters:
+                    nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
             return saved_tensor.detach()  # the tensor itself would keep its own graph alive
 
         with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
@@ -233,15 +236,17 @@ class Executor:
         auxiliary = AuxiliaryLosses()
         inputs = self._inputs(action, batch, auxiliary)
         keywords = self._to_device(batch.keywords[m - batch.first], batch)
+        arguments: Sequence[Any] = inputs
+        if (named := self.wiring.named_inputs) is not None:
+            arguments, keywords = (), named.bind(inputs, keywords, self.stage.stage)
         if self.streams is not None:
             self.streams.begin_forward(batch.position(m))
         with auxiliary if training else nullcontext():  # evaluation leaves them out
             if self.stage.is_last:
-                outputs = self.stage.forward(
-                    kind, inputs, keywords, partial(self._compute_loss, m, batch, auxiliary)
-                )
+                finish = partial(self._compute_loss, m, batch, auxiliary)
+                outputs = self.stage.forward(kind, arguments, keywords, finish)
             else:
-                returned = self.stage.forward(kind, inputs, keywords)
+                returned = self.stage.forward(kind, arguments, keywords)
         if not self.stage.is_last:
             outputs = _tensors_of(returned, stage=self.stage.stage)
             self._send_outputs(action, kind, outputs, auxiliary.value, training=training)
@@ -436,6 +441,17 @@ def _shown(value: object) -> str:
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return f"{value.layout} tensor"
     return type(value).__name__
+
+
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors inside one: a shard, the result of a collective still under way."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # of tensors that wrap others
+    if flatten is not None:
+        inner = (getattr(tensor, name) for name in flatten()[0])
+        return [plain for x in inner if isinstance(x, Tensor) for plain in _plain_tensors(x)]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout == torch.strided else []
 
 
 def local(tensor: Tensor) -> Tensor:

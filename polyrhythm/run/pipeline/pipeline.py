@@ -8,7 +8,7 @@ arrived. Micro-batches run in the same order under every schedule: gradients are
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,15 +33,16 @@ from polyrhythm.run.pipeline.batch import (
     Batch,
     BatchHeader,
     BatchSplitter,
+    EndOfDataError,
     Metadata,
     Microbatches,
     StepInputs,
-    join_outputs,
     mean_loss,
+    merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.loss import Count, LossFunction
-from polyrhythm.run.pipeline.options import PipelineOptions
+from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
     Wiring,
@@ -50,6 +51,7 @@ from polyrhythm.run.pipeline.partition import (
     module_device,
     split_layers,
     split_sequential,
+    torch_stage_of,
 )
 from polyrhythm.run.pipeline.runners import (
     FlushRunner,
@@ -67,7 +69,7 @@ from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 _RENAMED = renamed_arguments(
-    num_microbatches="n_microbatches=", group="process_group=", deadline="timeout="
+    module="stage=", num_microbatches="n_microbatches=", group="process_group=", deadline="timeout="
 )
 
 
@@ -77,10 +79,14 @@ class Pipeline:
     @_RENAMED
     def __init__(
         self,
-        module: nn.Module | ModelPartition,
-        *,
-        loss_fn: Callable[..., Any] | None,
+        stage: Any,
         n_microbatches: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
         microbatch_sizes: Sequence[int] | None = None,
         schedule: str | ScheduleSpec | Schedule = "auto",
         memory_limit: str | Bytes | None = None,
@@ -88,7 +94,7 @@ class Pipeline:
         tune_every: int = 5,
         flush: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        scale_grads: bool = True,
+        tied: TiedNames | None = None,
         window: int | None = None,
         timeout: Seconds = DEFAULT_TIMEOUT,
         device: torch.device | str | None = None,
@@ -97,28 +103,36 @@ class Pipeline:
         pipeline: int = 0,
         seed: int | None = None,
     ) -> None:
-        """`loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage.
+        """`stage` is the module of this stage, or a torch.distributed.pipelining stage.
 
-        It may return (sum, count) instead: the sum of losses and the number of labels. Gradients
-        are then those of the mean over all labels of the batch, however many each micro-batch has.
-
-        A batch is split into `n_microbatches` or, with schedule="auto", into micro-batches of the
-        best of `microbatch_sizes`. Auto starts with 1f1b; every `tune_every` steps it selects the
-        schedule with the shortest step, predicted from the measured times, within the
-        `memory_limit` of this stage ("20GiB"), where the optimizer has `optimizer_floats` floats
-        per weight. Other schedules are written `1f1b`, `gpipe`, `kfkb:2`, `bounded:7,5,3,1`, or are
-        lists of actions.
+        `loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage, or
+        (sum, count), the sum of losses and the number of labels: gradients are then those of the
+        mean over all labels of the batch, however many each micro-batch has. Without it, `step`
+        runs forward only, like `eval`, as torch's schedules do. A torch stage brings its process
+        group and device. A batch is split into `n_microbatches` or, with schedule="auto",
+        into micro-batches of the best of `microbatch_sizes`. Auto starts with 1f1b; every
+        `tune_every` steps it selects the schedule with the shortest step, predicted from the
+        measured times, within the `memory_limit` of this stage ("20GiB"), where the optimizer has
+        `optimizer_floats` floats per weight. Other schedules are written `1f1b`, `gpipe`, `kfkb:2`,
+        `bounded:7,5,3,1`, or are lists of actions.
 
         `flush=False`: a step runs the forward of its batch, unsplit, and the backward of an earlier
         batch, so that stages never wait for the pipeline to empty; see `drain`.
 
+        `args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec` are those of torch's
+        schedules, or one spec for all: which dimension of an argument counts samples
+        (`TensorChunkSpec(dim)`), what goes whole to every micro-batch (`_Replicate()`), and how
+        outputs are merged. By default samples are along the first dimension.
+
         `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
-        over micro-batches, or of all sums that `loss_fn` returns. `timeout`: the longest wait for
-        another stage before it counts as lost. `window`: number of receives posted ahead per
-        direction, instead of the schedule's number. `pipeline` numbers the replicas of a job in
-        messages and logs; `log` is an event log, or the folder of a run in which to write one. With
-        a `seed`, dropout masks do not depend on the number of stages (`random_streams.py`); by
-        default they are drawn as always in torch.
+        over micro-batches, or of all sums that `loss_fn` returns.
+        `tied=[{0: "embed.weight", 3: "head.weight"}]`: parameters that modules split by hand share,
+        by stage; their gradients are summed. `timeout`: the longest wait for another stage before
+        it counts as lost. `window`: number of receives posted ahead per direction, instead of the
+        schedule's number. `pipeline` numbers the replicas of a job in messages and logs; `log` is
+        an event log, or the folder of a run in which to write one. With a `seed`, dropout masks do
+        not depend on the number of stages (`random_streams.py`); by default they are drawn as
+        always in torch.
         """
         options = PipelineOptions(
             n_microbatches=n_microbatches,
@@ -131,16 +145,21 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
+            tied=tied,
+            has_loss=loss_fn is not None,
         )
+        if (torch_stage := torch_stage_of(stage)) is not None:
+            process_group = _same_group(process_group, torch_stage)
+            device = torch_stage.device if device is None else device
         self.ranks, self.stage = stage_ranks(process_group)  # ranks of all stages, in the job
         self.num_stages = len(self.ranks)
-        partition = as_partition(module, self.stage, self.num_stages)
+        partition = as_partition(stage, self.stage, self.num_stages, tied)
         self.module = partition.module
         self.device = module_device(self.module, device)
-        check_module(self.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
-        if not flush:
-            check_untied(partition.tied)
-            options.pipedream_limits(self.num_stages)  # raises before any communication
+        self._check_partition(partition, options)  # raises before any communication
         self._splitter = BatchSplitter(
             options=options, device=self.device, is_first=self.is_first, is_last=self.is_last
         )
@@ -148,40 +167,37 @@ class Pipeline:
             loss_fn = LossFunction(loss_fn)
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self.loss_counts: list[Count] = []  # labels or samples of each loss of the latest batch
+        self._failure: str | None = None  # why a step or eval has failed
         self._last_header: BatchHeader | None = None  # of the latest batch
         self._num_samples = 0  # trained on so far
-        self._connections = self._connect(partition.wiring, options, pipeline)
+        self._connections = self._connect(partition.wiring, options, pipeline, seed)
         self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
             worker = Worker(self.stage, pipeline)
             self.log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
-        self._executor = Executor(
-            stage=StageCompute(
-                call=self.module,
-                stage=self.stage,
-                is_last=self.is_last,
-                device=self.device,
-                loss_fn=loss_fn if self.is_last else None,
-                compute=compute,
-                is_synchronized=self.log is not None or compute is not None,
-            ),
-            wiring=partition.wiring,
-            connections=self._connections,
-            log=self.log,
-        )
-        if self.log is not None and self._connections is not None:
-            self._executor.clock_offsets = measure_offsets(self._connections)
-        if seed is not None:
-            self._executor.streams = streams = RandomStreams(seed, partition.layers, self.device)
-            call_after_earlier_layers(self.module, streams.after_layer)
+        self._executor = self._make_executor(partition, compute, seed)
         self._tied: TiedGradients | None = None
-        if partition.tied and self._connections is not None:
+        if (partition.tied or tied) and self._connections is not None:
             self._tied = TiedGradients(self.module, partition.tied, self._connections)
+            if tied:
+                self._tied.check_shapes(nbytes=64 + sum(128 + 4 * len(repr(tie)) for tie in tied))
         self._runner = self._make_runner(options)
 
+    def _check_partition(self, partition: ModelPartition, options: PipelineOptions) -> None:
+        check_module(
+            partition.module,
+            stage=self.stage,
+            is_tuned=options.is_tuned,
+            flush=options.flush,
+            has_dw_builder=partition.dw_builder is not None,
+        )
+        if not options.flush:
+            check_untied(partition.tied)
+            options.pipedream_limits(self.num_stages)
+
     def _connect(
-        self, wiring: Wiring, options: PipelineOptions, pipeline: int
+        self, wiring: Wiring, options: PipelineOptions, pipeline: int, seed: int | None
     ) -> Connections | None:
         """Connect all stages, which must have the same options; None for a single stage."""
         if self.num_stages == 1:
@@ -195,8 +211,33 @@ class Pipeline:
             timeout=options.timeout,
             window=options.window,
         )
-        connections.check_consistent(options.text)
+        connections.check_consistent(f"{options.text}, seed {seed}")
         return connections
+
+    def _make_executor(
+        self, partition: ModelPartition, compute: EmulatedCompute | None, seed: int | None
+    ) -> Executor:
+        executor = Executor(
+            stage=StageCompute(
+                call=self.module,
+                stage=self.stage,
+                is_last=self.is_last,
+                device=self.device,
+                loss_fn=self._loss_fn if self.is_last else None,
+                compute=compute,
+                dw_builder=partition.dw_builder,
+                is_synchronized=self.log is not None or compute is not None,
+            ),
+            wiring=partition.wiring,
+            connections=self._connections,
+            log=self.log,
+        )
+        if self.log is not None and self._connections is not None:
+            executor.clock_offsets = measure_offsets(self._connections)
+        if seed is not None:
+            executor.streams = RandomStreams(seed, partition.layers, self.device)
+            call_after_earlier_layers(self.module, executor.streams.after_layer)
+        return executor
 
     def _make_runner(self, options: PipelineOptions) -> FlushRunner | PipeDreamRunner:
         if not options.flush:
@@ -276,17 +317,9 @@ class Pipeline:
         return cls(partition, process_group=process_group, **options)
 
     @classmethod
-    def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
-        """Use the module, process group and device of a torch.distributed.pipelining stage."""
-        ranks, stage_index = stage_ranks(stage.group)
-        if (stage_index, len(ranks)) != (stage.stage_index, stage.num_stages):
-            raise ScheduleError(
-                f"a torch stage {stage.stage_index} of {stage.num_stages} "
-                f"on process {stage_index} of {len(ranks)}",
-                expected="one stage per process, in the order of the process group",
-                fix="create one PipelineStage per process, with its group rank as stage_index",
-            )
-        return cls(stage.submod, process_group=stage.group, device=stage.device, **options)
+    def from_torch_stage(cls, stage: Any, *args: Any, **options: Any) -> Self:
+        """Run a torch.distributed.pipelining stage, like `Pipeline(stage, ...)`."""
+        return cls(stage, *args, **options)
 
     @property
     def is_first(self) -> bool:
@@ -367,18 +400,21 @@ class Pipeline:
     ) -> Any:
         """Run forward and backward of one batch; gradients accumulate in the parameters.
 
-        The first stage passes the model's arguments, the last one `target`; keyword arguments go to
-        the module of the stage that passes them. On the last stage `losses` receives the loss of
-        every micro-batch, and the outputs of the batch are returned. The `metadata` of the first
-        stage, a few numbers, is sent ahead of the batch; `target` may be a function of it.
+        Without a `loss_fn` run forward only, like `eval`. The first stage passes the model's
+        arguments, the last one `target`; keyword arguments go to the module of the stage that
+        passes them. On the last stage `losses` receives the loss of every micro-batch, and the
+        outputs of the batch are returned. The `metadata` of the first stage, a few numbers, is sent
+        ahead of the batch; `target` may be a function of it.
         """
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
+        if self._loss_fn is None and target is None and losses is None:
+            return self._forward(StepInputs(*inputs, training=False), None)
         return self._step(StepInputs(*inputs, training=True), losses)
 
     def _step(self, step_inputs: StepInputs, losses: list[Tensor] | None) -> Any:
-        batch = self._begin(step_inputs)
-        start = time.perf_counter()
-        with self._isolated_streams():
+        with self._record_failure("step"), self._isolated_streams():
+            batch = self._begin(step_inputs)
+            start = time.perf_counter()
             self._runner.run(batch)
         if (log := self._own_log) is not None:
             loss = mean_loss(batch.losses, batch.loss_counts) if batch.losses else None
@@ -400,11 +436,11 @@ class Pipeline:
     ) -> Any:
         """Run forward only, without gradients; otherwise like `step`."""
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
-        return self._eval(StepInputs(*inputs, training=False), losses)
+        return self._forward(StepInputs(*inputs, training=False), losses)
 
-    def _eval(self, step_inputs: StepInputs, losses: list[Tensor] | None) -> Any:
-        with torch.no_grad(), self._isolated_streams():
-            batch = self._begin(step_inputs)
+    def _forward(self, inputs: StepInputs, losses: list[Tensor] | None) -> Any:
+        with self._record_failure("eval"), torch.no_grad(), self._isolated_streams():
+            batch = self._begin(inputs)
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
             self._executor.run(forwards, batch)
             if self._connections is not None:
@@ -425,7 +461,7 @@ class Pipeline:
         stages pass a function of the header, which may have `kwargs` of the module and targets.
         """
         step_inputs = StepInputs((), {}, None, {}, False, metadata, training, microbatches)
-        (self._step if training else self._eval)(step_inputs, losses)
+        (self._step if training else self._forward)(step_inputs, losses)
 
     def split_sizes(self, batch_size: int) -> list[int]:
         """Return the sizes of the micro-batches into which the next batch is split."""
@@ -444,6 +480,12 @@ class Pipeline:
         self, context: Callable[[], AbstractContextManager[object]]
     ) -> None:
         """Set the context of all backwards of a step but the last, which completes gradients."""
+        if self._executor.stage.dw_builder is not None:
+            raise ScheduleError(
+                f"dw_builder of stage {self.stage} with averages of gradients during backward",
+                expected="gradients that are complete when autograd is done",
+                fix="omit dw_builder: autograd computes all gradients",
+            )
         self._flush_runner.accumulation_context = context
 
     def defer_division(self, is_deferred: bool) -> None:
@@ -549,6 +591,35 @@ class Pipeline:
                 fix="create a new Pipeline; without a flush, call drain() before close()",
             )
 
+        if self._failure is not None:
+            raise ScheduleError(
+                f"{called} after {self._failure}",
+                expected="a pipeline in which all stages have finished the last batch: otherwise "
+                "a stage would use what is left of that batch in the next one",
+                fix="create a new Pipeline on all stages, and set weights and optimizer there to "
+                "the same step, such as from a checkpoint",
+            )
+
+    @contextmanager
+    def _record_failure(self, called: str) -> Iterator[None]:
+        """After an error, refuse all further batches, and wake the other stages.
+
+        A single stage with a flush has no batch in flight, and may continue with the next one.
+        """
+        self._check_open(called)
+        try:
+            yield
+        except EndOfDataError:
+            raise
+        except BaseException as error:
+            self._runner.release()
+            if self._connections is not None or not self.is_flushed:
+                text = str(error).splitlines()[:1]
+                self._failure = f"a failed {called}: {': '.join([type(error).__name__, *text])}"
+            if self._connections is not None:
+                self._connections.abort()
+            raise
+
     def _release(self) -> None:
         self._is_closed = True
         self._runner.release()
@@ -557,7 +628,6 @@ class Pipeline:
 
     def _begin(self, step_inputs: StepInputs) -> Batch:
         """Split the batch as its header prescribes, and post its receives."""
-        self._check_open("step" if step_inputs.training else "eval")
         step_inputs.check(self._loss_fn, is_last=self.is_last)
         self._splitter.microbatch_size = (
             self._runner.microbatch_size or self._splitter.microbatch_size
@@ -585,7 +655,21 @@ class Pipeline:
             losses.clear()
             losses.extend(batch.losses)
         self.loss_counts = batch.loss_counts
-        return join_outputs(batch.outputs)
+        return merge_outputs(batch.outputs, self._splitter.options.output_merge_spec)
+
+
+def _same_group(
+    process_group: dist.ProcessGroup | None, torch_stage: Any
+) -> dist.ProcessGroup | None:
+    """Return the process group of a torch stage; another one is refused."""
+    if process_group and stage_ranks(process_group) != stage_ranks(torch_stage.group):
+        raise ScheduleError(
+            "a process_group= other than that of the torch stage",
+            expected="the group with which the stage was created",
+            fix="omit process_group, or pass it to PipelineStage as group=",
+        )
+    group: dist.ProcessGroup | None = torch_stage.group
+    return group
 
 
 def _norm(gradient: Tensor | None, norm_type: float) -> Tensor:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -41,7 +42,7 @@ from polyrhythm.run.pipeline.transport import Connections
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
-from polyrhythm.types import Action, Op
+from polyrhythm.types import Action, Bytes, Op
 
 _EVAL_WINDOW = 8  # without backwards only messages need memory
 _TIED_TAG = 2**22 + 2  # differs from the tags of batch headers and clocks
@@ -57,6 +58,21 @@ class TiedGradients:
     module: nn.Module
     tied: Sequence[TiedParameter]
     connections: Connections
+
+    def check_shapes(self, nbytes: Bytes) -> None:
+        """Refuse copies of different shapes; all stages call this, with room for all names."""
+        own = {f"{tie.key} {tie.stages}": _shape_of(p) for tie, p in self._parameters()}
+        payload = msgspec.json.encode(own)
+        seen: dict[str, str] = {}
+        for found in self.connections.all_gather_bytes(payload, nbytes, "comparing parameters"):
+            for name, shape in msgspec.json.decode(found, type=dict[str, str]).items():
+                if seen.setdefault(name, shape) != shape:
+                    raise ScheduleError(
+                        f"tied: {name.partition(' ')[0]} is {seen[name]} on one stage and {shape} "
+                        "on another",
+                        expected="equal copies of one parameter",
+                        fix="name parameters of one shape and dtype",
+                    )
 
     @contextmanager
     def sum_gradients(self) -> Iterator[None]:
@@ -150,6 +166,10 @@ class GradientDivision:
         return divisor
 
 
+def _shape_of(parameter: Parameter) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+
+
 class _BuiltSchedule(NamedTuple):
     schedule: Schedule
     in_flight: list[int]  # maximum by stage
@@ -202,7 +222,13 @@ class FlushRunner:
         actions = built.schedule[self.executor.stage.stage]
         if self._sharded is None:  # users apply fully_shard after they have created the pipeline
             is_tuned, stage = self.autotuner is not None, self.executor.stage.stage
-            check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
+            check_module(
+                self.module,
+                stage=stage,
+                is_tuned=is_tuned,
+                flush=True,
+                has_dw_builder=self.executor.stage.dw_builder is not None,
+            )
             self._sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
         batch.on_counted = self.division.begin
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():

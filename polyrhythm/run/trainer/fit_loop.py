@@ -9,13 +9,17 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 """
 
 import base64
+import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -34,8 +38,8 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import LEADER
-from polyrhythm.run.trainer.sampler import GlobalBatch, make_sampler
+from polyrhythm.run.trainer.rank_assignment import LEADER, machine_name
+from polyrhythm.run.trainer.sampler import DataSettings, GlobalBatch, make_sampler
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import EventLog
@@ -45,6 +49,7 @@ from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import AUTO, Seconds, Worker
 
 _LR_STATE = "the state of the learning rate scheduler"
+_logger = logging.getLogger(__name__)
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
 
@@ -67,6 +72,7 @@ class TrainProgress:
     step: int = 0  # global steps done
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
+    is_loss_finite: bool = True  # in the last step, on the last stage
 
     def make_lr_scheduler(self, config: TrainerConfig, optimizer: Optimizer) -> LRScheduler | None:
         """Make the learning rate scheduler and load its state."""
@@ -96,12 +102,6 @@ class TrainProgress:
     def restore(self, manifest: Manifest) -> DatasetState | None:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
         extra = manifest.extra
-        if not {"supply", "rates"} <= extra.keys():
-            raise CheckpointError(
-                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
-                expected="a checkpoint with sampler state and learning rates",
-                fix="load the model from it by Checkpointer.restore, and start from step 0",
-            )
         self.step = manifest.step
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
@@ -139,14 +139,61 @@ class FitContext:
         return len(self.shares)
 
     @property
+    def pipelines(self) -> list[int]:
+        """The pipelines that are left; in a phase they are numbered by their index here."""
+        return [rank // self.pipeline.num_stages for rank in self.first_stages.ranks]
+
+    def among(self, pipelines: Sequence[int]) -> "FitContext":
+        """Return the context without the other pipelines, which are lost: these do their work."""
+
+        def left(members: Members) -> Members:
+            ranks = (r for r in members.ranks if r // self.pipeline.num_stages in pipelines)
+            return Members(tuple(ranks), members.epoch)
+
+        return replace(
+            self,
+            members=left(self.members),
+            first_stages=left(self.first_stages),
+            shares=self.global_batch.equal_shares(len(pipelines)),
+        )
+
+    @property
     def is_leader(self) -> bool:
         return self.worker == LEADER
+
+    @property
+    def data_settings(self) -> DataSettings:
+        data, global_batch = self.config.data, self.global_batch
+        return DataSettings(
+            batch_size=global_batch.size,
+            microbatch_size=global_batch.microbatch_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            num_samples=self.samples.num_samples,
+            first_position=global_batch.first_position,
+        )
+
+    def saved_settings(self, manifest: Manifest, *, restarts_data: bool) -> DataSettings | None:
+        """Return those of a checkpoint, None if it has none; refuse it if they do not fit."""
+        if not {"supply", "rates"} <= manifest.extra.keys():
+            raise CheckpointError(
+                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
+                expected="a checkpoint with sampler state and learning rates",
+                fix="load the model from it by Checkpointer.restore, and start from step 0",
+            )
+        if "data" not in manifest.extra:
+            return None
+        saved = msgspec.convert(manifest.extra["data"], DataSettings)
+        if not restarts_data:
+            self.data_settings.check_continues(saved)
+        return saved
 
     def extra(self, progress: TrainProgress, sampler_state: SamplerState) -> dict[str, Any]:
         """Return what a checkpoint holds besides model and optimizer."""
         first_unused = sampler_state.first_unused  # the manifest has the leader's `extra`
         dataset_state = self.samples.state_at(first_unused) if self.is_leader else None
-        return progress.extra(sampler_state, dataset_state)
+        settings = {"data": msgspec.to_builtins(self.data_settings)}
+        return progress.extra(sampler_state, dataset_state) | settings
 
     def new_optimizer(self) -> Optimizer:
         """Make the optimizer of this stage's parameters; raises LaunchError."""
@@ -174,6 +221,7 @@ class SyncDecision:
     sync_mode: str | None  # of the next phase; None: the fit is over
     sampler_state: SamplerState  # which samples are left
     is_preempted: bool = False  # the fit ends early, after a preemption notice
+    lost: tuple[int, ...] = ()  # pipelines that are no longer waited for
 
 
 class FitLoop:
@@ -188,10 +236,22 @@ class FitLoop:
         self.stage_loader = StageLoader(context.pipeline, context.samples)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
-            num_stages = context.pipeline.num_stages
-            shape = JobShape(shares=context.shares, num_stages=num_stages, overlap=True)
+            machines = context.store.all_gather_object(
+                f"machines of {name}", machine_name(), context.members
+            )
+            shape = JobShape(
+                shares=context.shares,
+                num_stages=context.pipeline.num_stages,
+                overlap=True,
+                is_one_machine=len(set(machines)) == 1,
+            )
             self.exchange = StepTimeExchange(
-                name, context.store, context.first_stages, shape, context.log
+                name,
+                context.store,
+                context.first_stages,
+                context.pipelines,
+                shape,
+                context.log,
             )
         self.steps: list[StepInfo] = []
         self.is_stopped = False  # by a preemption notice
@@ -206,7 +266,7 @@ class FitLoop:
 
     @property
     def end_of_samples(self) -> int:
-        return self.num_steps * self.context.global_batch.size
+        return self.context.global_batch.start_of(self.num_steps)
 
     def _train(self, mode: SyncMode) -> str | None:
         """Train one phase and return the sync mode of the next; None ends the fit."""
@@ -218,10 +278,13 @@ class FitLoop:
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
             progress = self.progress
             progress.sampler_state = decision.sampler_state
-            progress.step = decision.sampler_state.num_used // self.context.global_batch.size
+            num_used = decision.sampler_state.num_used
+            progress.step = self.context.global_batch.step_at(num_used)
             phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
             self.is_stopped = decision.is_preempted
+            if decision.lost:
+                self._forget(decision.lost)
             if decision.sync_mode is None:
                 self._save_last(strategy)
             self._close_strategy(strategy)
@@ -231,6 +294,14 @@ class FitLoop:
         if not phase.in_lockstep and decision.sync_mode is not None:
             _broadcast_optimizer_state(progress.optimizer, self.context)
         return decision.sync_mode
+
+    def _forget(self, lost: Sequence[int]) -> None:
+        """Continue without pipelines that were lost in groups."""
+        left = [pipeline for pipeline in self.context.pipelines if pipeline not in lost]
+        self.context = self.context.among(left)
+        self.context.preemption.first_stages = self.context.first_stages
+        if self.exchange is not None:
+            self.exchange.forget(lost)
 
     def _in_lockstep(self, phase: "Phase") -> SyncDecision:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
@@ -279,9 +350,12 @@ class FitLoop:
 
     def _after_groups(self, phase: "Phase") -> SyncDecision:
         sampler_state = replace(phase.sampler.sampler_state(), limit=None)
+        lost = tuple(sorted(phase.lost_pipelines()))
         if phase.next_sync_mode is not None and sampler_state.num_used < self.end_of_samples:
-            return SyncDecision(sync_mode=phase.next_sync_mode, sampler_state=sampler_state)
-        return self._final_decision(sampler_state)
+            return SyncDecision(
+                sync_mode=phase.next_sync_mode, sampler_state=sampler_state, lost=lost
+            )
+        return replace(self._final_decision(sampler_state), lost=lost)
 
     def _final_decision(self, sampler_state: SamplerState) -> SyncDecision:
         return SyncDecision(
@@ -291,7 +365,12 @@ class FitLoop:
         )
 
     def _make_strategy(self, mode: SyncMode) -> NoSync:
-        context, config = self.context, self.context.config
+        context, config, group = self.context, self.context.config, None
+        pipelines, (stage, pipeline) = context.pipelines, context.worker
+        if 1 < len(pipelines) < dist.get_world_size() // context.pipeline.num_stages:
+            ranks = [number * context.pipeline.num_stages + stage for number in pipelines]
+            timeout = timedelta(seconds=config.timeout)
+            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         return make_sync_strategy(
             context.pipeline,
             self.progress.optimizer,
@@ -299,8 +378,9 @@ class FitLoop:
             mode=mode,
             overlap=mode.can_overlap if config.sync.mode == AUTO else config.sync.overlap,
             options=config.sync.options,
-            worker=context.worker,
+            worker=Worker(stage, pipelines.index(pipeline)),
             num_pipelines=context.num_pipelines,
+            process_group=group,
             seed=config.data.seed,
             timeout=config.timeout,
             sampler_state=replace(self.progress.sampler_state, limit=self.end_of_samples),
@@ -333,7 +413,7 @@ class Phase:
             mode,
             context.global_batch,
             context.shares,
-            context.worker.pipeline,
+            context.pipelines.index(context.worker.pipeline),
             progress.sampler_state,
             fit.num_steps,
             strategy.sync if context.pipeline.is_first else None,
@@ -380,6 +460,7 @@ class Phase:
         )
         if pipeline.is_first:
             self._time_step(info.seconds)
+        self._warn_if_not_finite(info)
         self._record(info, start)
         self._save_if_due(batch_slice.step + 1)
         for callback in self._context.config.callbacks:
@@ -425,7 +506,7 @@ class Phase:
         if self.in_lockstep or self._has_ended_samples:
             return
         if exchange is not None:
-            decision = exchange.after_step(self._progress.step)
+            decision = exchange.after_step(self._progress.step, self.lost_pipelines)
             if decision is not None and decision.switches:
                 self.next_sync_mode = decision.sync_mode
         ends = self.next_sync_mode is not None or self._context.preemption.is_stop_requested
@@ -434,6 +515,24 @@ class Phase:
             samples = SampleDispatcher(self.strategy.sync)
             samples.sampler_state(last_batch=self._context.global_batch.size)
             self._has_ended_samples = True
+
+    def _warn_if_not_finite(self, info: StepInfo) -> None:
+        """Warn of the first non-finite loss after a finite one; the value is known here."""
+        if info.loss is None:
+            return
+        is_finite, was_finite = math.isfinite(info.loss), self._progress.is_loss_finite
+        self._progress.is_loss_finite = is_finite
+        if was_finite and not is_finite:
+            _logger.warning(
+                "step %d: the loss of pipeline %d is %s, and weights may become so; checkpoints "
+                "with finite weights are kept",
+                *(info.step, self._context.worker.pipeline, info.loss),
+            )
+
+    def lost_pipelines(self) -> set[int]:
+        """Return the pipelines of this phase that are lost; only the leader knows them."""
+        sync, pipelines = self.strategy.sync, self._context.pipelines
+        return set() if sync is None else {pipelines[index] for index in sync.lost_pipelines()}
 
     def _record(self, info: StepInfo, start: Seconds) -> None:
         log = self._context.log
@@ -467,7 +566,7 @@ def _broadcast_optimizer_state(optimizer: Optimizer, context: FitContext) -> Non
         context.pipeline.num_stages,
         context.worker.stage,
     )
-    ranks = [pipeline * num_stages + stage for pipeline in range(context.num_pipelines)]
+    ranks = [pipeline * num_stages + stage for pipeline in context.pipelines]
     group = new_gloo_group(ranks, what, timeout=context.config.timeout)
     is_first, packed = context.worker.pipeline == 0, torch.empty(0, dtype=torch.uint8)
     if is_first:

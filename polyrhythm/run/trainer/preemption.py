@@ -40,7 +40,7 @@ class PreemptionHandler:
     ) -> None:
         """`store`: of this object alone, a thread of which uses it; `first_stages`: by pipeline."""
         store.check = self._check_open  # ends a wait for other first stages
-        self._store, self._members, self._first_stages = store, members, first_stages
+        self._store, self._members, self.first_stages = store, members, first_stages
         self._grace_period = grace_period
         self._changed = threading.Condition()
         self._exit_timer: threading.Timer | None = None  # set by the notice
@@ -108,7 +108,7 @@ class PreemptionHandler:
                 if self.is_stop_requested and not has_announced:
                     store.set_once(_NOTICE, self.why, self._members)
                     has_announced = True
-                if store.rank in self._first_stages.ranks:
+                if store.rank in self.first_stages.ranks:
                     notice = store.peek(_NOTICE, self._members)
                     if notice is not None and not self.is_stop_requested:
                         self._request_stop(notice)
@@ -129,7 +129,7 @@ class PreemptionHandler:
         with self._changed:  # not while waiting for the store: training needs the lock
             self._has_reported, num_started = True, self._num_started
         name = "the number of started steps"
-        started = self._store.all_gather_object(name, num_started, self._first_stages)
+        started = self._store.all_gather_object(name, num_started, self.first_stages)
         with self._changed:
             self._stop_step = max(started)
             self._changed.notify_all()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
@@ -119,10 +120,13 @@ class DecoupledStrategy(NoSync):
         optimizer: Optimizer,
         clip: float | None,
         *,
+        process_group: dist.ProcessGroup | None,
         timeout: Seconds,
     ) -> None:
         super().__init__(pipeline, optimizer, clip)
-        self._distributed = DistributedOptimizer(optimizer, pipeline, timeout=timeout)
+        self._distributed = DistributedOptimizer(
+            optimizer, pipeline, process_group=process_group, timeout=timeout
+        )
         self.optimizer = self._distributed
         self._state_future: Future[dict[str, Any]] | None = None
 
@@ -163,16 +167,22 @@ def make_sync_strategy(
     options: Mapping[str, object],
     worker: Worker,
     num_pipelines: int,
+    process_group: dist.ProcessGroup | None,
     seed: int,
     timeout: Seconds,
     sampler_state: SamplerState,
     name: str,
 ) -> NoSync:
-    """Make the strategy of a sync mode: `decoupled`, or a policy; `name` is unique in the job."""
+    """Make the strategy of a sync mode: `decoupled`, or a policy; `name` is unique in the job.
+
+    `process_group`: the replicas of this stage, if they are not all of the job's.
+    """
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
     if mode.decoupled:
-        return DecoupledStrategy(pipeline, optimizer, clip, timeout=timeout)
+        return DecoupledStrategy(
+            pipeline, optimizer, clip, process_group=process_group, timeout=timeout
+        )
     sync = GroupSync(
         pipeline,
         optimizer,

@@ -6,7 +6,7 @@ reads the timings published so far while training continues.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.sinks.jsonl import EventLog
@@ -26,26 +26,32 @@ class StepTimeExchange:
         name: str,
         store: JobStore,
         first_stages: Members,
+        pipelines: Sequence[int],
         shape: JobShape,
         log: EventLog | None,
     ) -> None:
-        """`first_stages`: by pipeline; the first of them is the leader."""
+        """`first_stages` of these `pipelines`; the first of them is the leader."""
         auto, self._is_leader = AutoSwitch(shape), store.rank == first_stages.leader
         self._auto, self.num_steps = auto if self._is_leader else None, auto.num_steps
         self._name, self._store, self._log = name, store, log
-        self._first_stages, self._num_pipelines = first_stages, len(first_stages.ranks)
+        self._first_stages = first_stages
+        self._ranks = dict(zip(pipelines, first_stages.ranks, strict=True))  # of those left
         self._phase, self._num_published = -1, 0
-        self._num_read = [0] * self._num_pipelines  # publications, by pipeline
+        self._num_read = dict.fromkeys(pipelines, 0)  # publications, by pipeline
         self._unpublished: list[StepTiming] = []
         self._num_made = 0  # steps of this phase
+        self._stays = shape.is_one_machine
 
     def begin(self, sync_mode: str, step: int) -> None:
         """Start a phase of training in one sync mode."""
         self._phase += 1
-        self._num_published, self._num_read = 0, [0] * self._num_pipelines
+        self._num_published, self._num_read = 0, dict.fromkeys(self._ranks, 0)
         self._unpublished, self._num_made = [], 0
         if self._phase == 0 and self._is_leader:
-            self._record(sync_mode, step, "training starts in lockstep and is measured", {})
+            why = "training starts in lockstep and is measured"
+            if self._stays:
+                why = "all pipelines are on one machine, where training stays in lockstep"
+            self._record(sync_mode, step, why, {})
 
     def add_timing(self, timing: StepTiming) -> None:
         """Add the timing of a step, on the first stage of this pipeline."""
@@ -60,18 +66,31 @@ class StepTimeExchange:
 
     def after_window(self, step: int) -> SwitchDecision:
         """In lockstep, on rank 0: decide from the timings of all pipelines."""
-        return self._decide([self._read(p) for p in range(self._num_pipelines)], step)
+        return self._decide([self._read(pipeline) for pipeline in self._ranks], step)
 
-    def after_step(self, step: int) -> SwitchDecision | None:
-        """In groups, on each first stage: publish; rank 0 decides once per window."""
+    def forget(self, lost: Collection[int]) -> None:
+        """Wait for these pipelines no more, and use their timings no more."""
+        left = [index for index, pipeline in enumerate(self._ranks) if pipeline not in lost]
+        if len(left) < len(self._ranks):
+            if self._auto is not None:
+                self._auto.keep(left)
+            self._ranks = {p: rank for p, rank in self._ranks.items() if p not in lost}
+
+    def after_step(
+        self, step: int, lost: Callable[[], Collection[int]] = tuple
+    ) -> SwitchDecision | None:
+        """In groups, on each first stage: publish; rank 0 decides once per window.
+
+        `lost` returns the pipelines that are lost.
+        """
         self._num_made += 1
         if len(self._unpublished) >= _PUBLISH_EVERY:
             self.publish()
         if self._auto is None or self._num_made % self.num_steps:
             return None
-        times = [list[StepTiming]() for _ in range(self._num_pipelines)]
-        for pipeline, steps in enumerate(times):
-            rank = self._first_stages.ranks[pipeline]
+        self.forget(lost())
+        times = [list[StepTiming]() for _ in self._ranks]
+        for (pipeline, rank), steps in zip(self._ranks.items(), times, strict=True):
             while self._store.is_published(
                 self._publication(self._num_read[pipeline]), rank, self._first_stages
             ):
@@ -83,7 +102,7 @@ class StepTimeExchange:
 
     def _read(self, pipeline: int) -> list[StepTiming]:
         name, members = self._publication(self._num_read[pipeline]), self._first_stages
-        rank = members.ranks[pipeline]
+        rank = self._ranks[pipeline]
         timings = self._store.receive(name, rank, members, as_type=list[StepTiming])
         self._store.delete(name, members, rank=rank)  # only the leader reads it
         self._num_read[pipeline] += 1

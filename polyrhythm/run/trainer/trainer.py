@@ -12,8 +12,10 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -58,9 +60,11 @@ from polyrhythm.run.trainer.fit_loop import (
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
 from polyrhythm.run.trainer.run_dir import lock_run_dir
+from polyrhythm.run.trainer.sampler import DataSettings
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
+from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.sync.setup import check_sync
 from polyrhythm.types import AUTO, Bytes, Seconds, Worker
@@ -116,7 +120,7 @@ class Trainer:
         plan: Plan | Path | str = AUTO,
         schedule: str = AUTO,
         memory_limit: str | Bytes | None = None,
-        sync: str | SyncConfig = AUTO,
+        sync: str | SyncConfig = "decoupled",
         split: LayerSplit = LayerSplit(),
         lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
         clip_grad_norm: float | None = None,
@@ -140,7 +144,7 @@ class Trainer:
         model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
         is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
         a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
-        overlapping groups while faster.
+        overlapping groups while much faster.
 
         `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` are
         called after every step of this worker. `timeout` bounds every wait for another process;
@@ -152,7 +156,7 @@ class Trainer:
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
-        self._num_fits, self._is_fitting = 0, False
+        self._num_fits, self._is_fitting, self._has_started = 0, False, False
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
@@ -221,17 +225,19 @@ class Trainer:
         return self.pipeline.module
 
     @renamed_arguments(steps="max_steps=")
-    def fit(self, *, max_steps: int) -> FitResult:
+    def fit(self, *, max_steps: int, overwrite: bool = False) -> FitResult:
         """Train until `max_steps` global steps are done, counted from the start of training.
 
-        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process.
+        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process. A run
+        folder with checkpoints is refused without `restore()`; `overwrite` moves them aside.
         """
         self._check_between_fits("fit()")
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
         store, members = self._context.store, self._context.members
-        settings, fix = {"max_steps": max_steps}, "call fit with one max_steps in all processes"
+        settings = {"max_steps": max_steps, "overwrite": overwrite}
+        fix = "call fit with the same arguments in all processes"
         store.check_consistent(f"fit {self._num_fits}", settings, members, fix=fix)
         if not isinstance(max_steps, int) or max_steps < 0:
             raise LaunchError(
@@ -242,10 +248,12 @@ class Trainer:
         name = f"{self._membership.name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, max_steps)
         if max_steps > self.global_step:
+            self._begin_run("fit()", overwrite=overwrite)
             self._record_run(max_steps - self.global_step)
             self._is_fitting = True
             fit_loop.run()
             self._is_fitting = False
+            self._context = fit_loop.context  # without the pipelines that were lost
         if fit_loop.is_stopped:
             self._exit_preempted()
         return FitResult(steps=tuple(fit_loop.steps), seconds=time.perf_counter() - start)
@@ -271,24 +279,36 @@ class Trainer:
         """Save a checkpoint of the current state; it is on disk when this returns."""
         self._check_between_fits("save()")
         checkpointer, progress = self._require_checkpointer(), self._progress
+        self._begin_run("save()")
         strategy = NoSync(self.pipeline, progress.optimizer, None)
         extra = self._context.extra(progress, progress.sampler_state)
         checkpointer.save(self.global_step, strategy, extra, blocking=True)
         checkpointer.wait()
 
-    def restore(self, path: Path | str | None = None) -> int:
+    def restore(self, path: Path | str | None = None, *, restart_data: bool = False) -> int:
         """Restore a checkpoint, by default the newest of the run, and return its step, or 0.
 
-        The job that saved it may have had another plan. Raises CheckpointError if the checkpoint
-        at `path` is damaged; without `path`, if checkpoints exist and all are damaged.
+        The job that saved it may have had another plan, and another `batch_size`: samples that
+        were used stay used, and steps count on. Another seed, shuffle or number of samples is
+        refused, unless `restart_data`: then the data starts again from its first sample.
+
+        Raises CheckpointError if the checkpoint at `path` is damaged; without `path`, if
+        checkpoints exist and all are damaged.
         """
         self._check_between_fits("restore()")
         progress, checkpoint = self._progress, None if path is None else Path(path)
-        manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer)
+        check = partial(self._context.saved_settings, restarts_data=restart_data)
+        manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer, check)
         if manifest is not None:
             self.pipeline.num_steps = manifest.step
-            if (dataset_state := progress.restore(manifest)) is not None:
+            if manifest.is_finite is False and self.worker == LEADER:
+                warnings.warn(f"the weights of {path} are not finite", stacklevel=2)
+            dataset_state = progress.restore(manifest)
+            if restart_data:
+                progress.sampler_state = SamplerState()
+            elif dataset_state is not None:
                 self._samples.resume_from(dataset_state)
+            self._continue_batches(check(manifest), restart_data)
         return self.global_step
 
     def close(self) -> None:
@@ -342,6 +362,37 @@ class Trainer:
         if config.schedule == AUTO != planned:
             pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         return pipeline
+
+    def _begin_run(self, what: str, *, overwrite: bool = False) -> None:
+        """Before the first step or save: refuse checkpoints that were not restored."""
+        if self._checkpointer is not None and not self._has_started:
+            begin = partial(self._checkpointer.begin_run, what, overwrite=overwrite)
+            store, members = self._context.store, self._context.members
+            store.run_on_leader(f"the checkpoints before {what} {self._num_fits}", begin, members)
+        self._has_started = True
+
+    def _continue_batches(self, saved: DataSettings | None, restarts_data: bool) -> None:
+        """After a restore, continue with the samples that are not used yet."""
+        step, batch = self.global_step, self._context.global_batch
+        if saved is None and not restarts_data and self.worker == LEADER:
+            warnings.warn(
+                f"the checkpoint of step {step} was saved by an earlier version: whether it has "
+                f"the same batch_size, seed, shuffle and number of samples cannot be checked",
+                stacklevel=3,
+            )
+        if saved is None or restarts_data:
+            first = self._progress.sampler_state.num_used - step * batch.size
+            batch = replace(batch, first_position=first)
+        else:
+            batch = saved.continued(batch, step, self._progress.sampler_state.num_used)
+            if saved.batch_size != batch.size and self.worker == LEADER:
+                _logger.warning(
+                    "restored with batch_size=%d, saved with %d: steps and learning rates continue "
+                    "from step %d, with the samples that are not used yet",
+                    *(batch.size, saved.batch_size, step),
+                )
+        self._global_batch = batch
+        self._context = replace(self._context, global_batch=batch)
 
     def _close_files(self) -> None:
         if self._log is not None:
