@@ -12,7 +12,8 @@ import base64
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -37,9 +38,14 @@ from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError, mean_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.preemption import PreemptionHandler
+from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
 from polyrhythm.run.trainer.rank_assignment import LEADER, machine_name
-from polyrhythm.run.trainer.sampler import DataSettings, GlobalBatch, make_sampler
+from polyrhythm.run.trainer.sampler import (
+    DataSettings,
+    GlobalBatch,
+    LockstepSampler,
+    make_sampler,
+)
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import EventLog
@@ -73,6 +79,16 @@ class TrainProgress:
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
     is_loss_finite: bool = True  # in the last step, on the last stage
+    is_updating: bool = False  # weights, optimizer and step are not of the same step
+    problem: str = ""  # after a failed fit: why this is not the state after `step`
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Mark a block that updates them, and delay Ctrl-C until its end."""
+        with delay_interrupt():
+            self.is_updating = True
+            yield
+            self.is_updating = False
 
     def make_lr_scheduler(self, config: TrainerConfig, optimizer: Optimizer) -> LRScheduler | None:
         """Make the learning rate scheduler and load its state."""
@@ -102,7 +118,7 @@ class TrainProgress:
     def restore(self, manifest: Manifest) -> DatasetState | None:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
         extra = manifest.extra
-        self.step = manifest.step
+        self.step, self.is_updating, self.problem = manifest.step, False, ""
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
         stream = extra.get("stream")
@@ -272,7 +288,7 @@ class FitLoop:
         """Train one phase and return the sync mode of the next; None ends the fit."""
         if self.exchange is not None:
             self.exchange.begin(mode.name, self.progress.step)
-        strategy = self._make_strategy(mode)
+        strategy, phase = self._make_strategy(mode), None
         try:
             phase = Phase(self, mode, strategy)
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
@@ -289,6 +305,8 @@ class FitLoop:
                 self._save_last(strategy)
             self._close_strategy(strategy)
         except BaseException:
+            if phase is not None:
+                phase.stop_after_last_step()
             strategy.abort()
             raise
         if not phase.in_lockstep and decision.sync_mode is not None:
@@ -449,8 +467,11 @@ class Phase:
         if batch_slice is None:
             self.is_over = True
             return None
-        self.strategy.update(self.sampler.acknowledge)
-        self.advance_lr_scheduler(batch_slice.step + 1)
+        before = self._progress.step
+        with self._progress.update():
+            self.strategy.update(self.sampler.acknowledge)
+            self.advance_lr_scheduler(batch_slice.step + 1)
+            self._progress.step = max(before, batch_slice.step + 1)
         info = StepInfo(
             step=batch_slice.step,
             num_samples=batch_slice.num_samples,
@@ -462,7 +483,7 @@ class Phase:
             self._time_step(info.seconds)
         self._warn_if_not_finite(info)
         self._record(info, start)
-        self._save_if_due(batch_slice.step + 1)
+        self._save_if_due(before, batch_slice.step + 1)
         for callback in self._context.config.callbacks:
             callback(info)
         return info
@@ -543,11 +564,25 @@ class Phase:
             step = self._context.pipeline.num_steps - 1  # the number that action events carry
             log.write("step", start=log.at(start), step=step, values=values)
 
-    def _save_if_due(self, step: int) -> None:
-        """Save if `checkpoint.every` steps are done; `step` global steps are."""
+    def stop_after_last_step(self) -> None:
+        """After an error, set the progress to that after the last complete step, if possible."""
+        progress = self._progress
+        if progress.is_updating:
+            progress.problem = f"the update of step {progress.step} is incomplete"
+        elif isinstance(self.strategy, DecoupledStrategy):
+            progress.problem = "each replica has a shard of the optimizer's state"
+        elif not self.in_lockstep:
+            progress.problem = "the replicas differ, and no longer average"
+        else:
+            assert isinstance(self.sampler, LockstepSampler), "in lockstep"
+            progress.lr_state = self.lr_state()
+            progress.sampler_state = self.sampler.sampler_state(progress.step)
+            progress.optimizer.zero_grad()
+
+    def _save_if_due(self, before: int, step: int) -> None:
+        """Save if `checkpoint.every` steps are done; the last one led from `before` to `step`."""
         progress, checkpointer = self._progress, self._context.checkpointer
         every = self._context.config.checkpoint.every
-        before, progress.step = progress.step, max(progress.step, step)
         is_due = every and step // every > before // every and step < self._fit.num_steps
         if checkpointer is not None and is_due:
             progress.lr_state = self.lr_state()

@@ -160,9 +160,10 @@ class StepCursor:
         start, end = self.global_batch.range_of(self._num_made, microbatches)
         return self._remaining.ranges(self._start + start, self._start + end)
 
-    def sampler_state(self) -> SamplerState:
-        """Return the state after all started steps are done."""
-        used = self._start + self._num_made * self.global_batch.size
+    def sampler_state(self, step: int | None = None) -> SamplerState:
+        """Return the state after all started steps are done, or after `step` global steps."""
+        num_made = self._num_made if step is None else step - self._first
+        used = self._start + num_made * self.global_batch.size
         left = self._remaining.ranges(used, used + self._initial.next)
         pool = tuple((low, min(high, self._initial.next)) for low, high in left)
         pool = tuple((low, high) for low, high in pool if low < high)
@@ -183,7 +184,7 @@ class BatchSampler(Protocol):
         """Return which samples are used, for a checkpoint."""
 
 
-class _LockstepSampler:
+class LockstepSampler:
     """All pipelines know the shares of a step."""
 
     def __init__(self, steps: StepCursor, microbatches: range) -> None:
@@ -196,11 +197,11 @@ class _LockstepSampler:
     def acknowledge(self) -> None:
         """Do nothing: all pipelines know which samples are used."""
 
-    def sampler_state(self) -> SamplerState:
-        return self._steps.sampler_state()
+    def sampler_state(self, step: int | None = None) -> SamplerState:
+        return self._steps.sampler_state(step)
 
 
-class FixedShareSampler(_LockstepSampler):
+class FixedShareSampler(LockstepSampler):
     """Each pipeline has the same micro-batches of each step.
 
     If gradients are averaged over pipelines, a pipeline's loss is weighted by its samples.
@@ -220,7 +221,7 @@ class FixedShareSampler(_LockstepSampler):
         return structs.replace(found, weight=weight)
 
 
-class BalancedShareSampler(_LockstepSampler):
+class BalancedShareSampler(LockstepSampler):
     """Shares follow the pipelines' speed; gradients are weighted by micro-batches (`balanced`)."""
 
     def __init__(self, steps: StepCursor, sync: GroupSync) -> None:

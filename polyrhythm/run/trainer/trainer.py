@@ -34,7 +34,7 @@ from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
-from polyrhythm.run.comm.store import JobStore
+from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
@@ -90,6 +90,8 @@ class Trainer:
 
     step = RenamedAttribute("global_step")
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
+    _failure: str | None = None  # of the last fit
+    _num_saves = 0  # after a failure
 
     @renamed_arguments(
         run="run_dir=",
@@ -250,9 +252,7 @@ class Trainer:
         if max_steps > self.global_step:
             self._begin_run("fit()", overwrite=overwrite)
             self._record_run(max_steps - self.global_step)
-            self._is_fitting = True
-            fit_loop.run()
-            self._is_fitting = False
+            self._run(fit_loop)
             self._context = fit_loop.context  # without the pipelines that were lost
         if fit_loop.is_stopped:
             self._exit_preempted()
@@ -276,9 +276,14 @@ class Trainer:
             return evaluate(self.pipeline, samples, range(start, end), batch_size)
 
     def save(self) -> None:
-        """Save a checkpoint of the current state; it is on disk when this returns."""
+        """Save a checkpoint of the current state; it is on disk when this returns.
+
+        After an error in `fit`, such as Ctrl-C, the state is that after the last complete step; if
+        it is not known on all stages of the first pipeline, raise LaunchError.
+        """
         self._check_between_fits("save()")
         checkpointer, progress = self._require_checkpointer(), self._progress
+        self._check_last_step()
         self._begin_run("save()")
         strategy = NoSync(self.pipeline, progress.optimizer, None)
         extra = self._context.extra(progress, progress.sampler_state)
@@ -301,6 +306,7 @@ class Trainer:
         manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer, check)
         if manifest is not None:
             self.pipeline.num_steps = manifest.step
+            self._failure = None
             if manifest.is_finite is False and self.worker == LEADER:
                 warnings.warn(f"the weights of {path} are not finite", stacklevel=2)
             dataset_state = progress.restore(manifest)
@@ -322,7 +328,10 @@ class Trainer:
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._close_files()
-        self._membership.leave()
+        if self._failure is None or self.plan.num_workers == 1:
+            self._membership.leave()
+        else:
+            self._membership.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -418,9 +427,54 @@ class Trainer:
             )
         if self._is_fitting:
             raise LaunchError(
-                f"{what} during fit(), or after fit() has failed",
+                f"{what} during fit()",
+                expected=f"{what} before or after fit()",
+                fix="use CheckpointConfig(every=...)",
+            )
+        # In one process nothing else has failed: it continues after the last complete step.
+        is_known = self.plan.num_workers == 1 and not self._progress.problem
+        if self._failure is not None and not is_known and what not in ("save()", self._may_repair):
+            raise LaunchError(
+                f"{what} after a failed fit(): {self._failure}",
                 expected=f"{what} before or after a complete fit()",
-                fix="use CheckpointConfig(every=...); after a failure restore() in a new Trainer",
+                fix="restore() in a new Trainer; save(), if all stages ended after the same step",
+            )
+
+    @property
+    def _may_repair(self) -> str:
+        """What makes the state after a failed fit known again."""
+        return "restore()" if self.plan.num_workers == 1 else ""
+
+    def _run(self, fit_loop: FitLoop) -> None:
+        self._is_fitting, self._failure = True, None
+        try:
+            fit_loop.run()
+        except BaseException as error:
+            self._failure = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            raise
+        finally:
+            self._is_fitting = False
+
+    def _check_last_step(self) -> None:
+        """After a failed fit, refuse to save if stages have not ended after the same step."""
+        if self._failure is None:
+            return
+        ends = [(self.global_step, self._progress.problem)]
+        stages = Members(tuple(range(self.plan.num_stages)), self._context.members.epoch)
+        if self._context.store.rank in stages.ranks:
+            self._num_saves += 1
+            name = f"the last step for save {self._num_saves}"
+            ends = self._context.store.all_gather_object(name, ends[0], stages)
+        why = next((problem for _, problem in ends if problem), "")
+        steps = [str(step) for step, _ in ends]
+        if not why and len(set(steps)) > 1:
+            why = f"the stages ended after steps {', '.join(steps)}"
+        if why:
+            raise LaunchError(
+                f"save() after a failed fit() ({self._failure}): {why}",
+                expected="weights and optimizer after the same step everywhere",
+                fix="restore() the newest checkpoint in a new Trainer; to stop and save at any "
+                "time, send SIGTERM instead of Ctrl-C",
             )
 
     def _at_exit(self) -> None:
