@@ -22,7 +22,6 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -273,8 +272,8 @@ class Trainer:
         start, end = (order.num_samples * p // num_pipelines for p in (pipeline, pipeline + 1))
         batch_size = max(1, self._global_batch.size // num_pipelines)
         with self._config.precision(self.pipeline.device):
-            load = self._make_loader(dataset, order).load
-            return evaluate(self.pipeline, load, range(start, end), batch_size)
+            samples = self._make_loader(dataset, order)
+            return evaluate(self.pipeline, samples, range(start, end), batch_size)
 
     def save(self) -> None:
         """Save a checkpoint of the current state; it is on disk when this returns.
@@ -358,8 +357,6 @@ class Trainer:
             part,
             loss_fn=LossFunction(config.loss_fn, counts_labels=True),
             microbatch_sizes=[self._global_batch.microbatch_size],
-            args_chunk_spec=TensorChunkSpec(0),  # samples are collated along the first dimension
-            kwargs_chunk_spec=TensorChunkSpec(0),
             schedule=config.schedule,
             memory_limit=config.memory_limit,
             process_group=group,
@@ -368,6 +365,7 @@ class Trainer:
             log=self._log,
             compute=EmulatedCompute.from_environment(os.environ) if in_lab else None,
             pipeline=worker.pipeline,
+            seed=config.data.seed if config.data.seed_dropout else None,
         )
         planned = self.plan.pipelines[worker.pipeline].schedule
         if config.schedule == AUTO != planned:
@@ -518,8 +516,8 @@ class Trainer:
             dataset,
             order,
             self._config.data.collate_fn,
-            needs_inputs=self.pipeline.is_first,
-            needs_target=self.pipeline.is_last,
+            seed=self._config.data.seed,
+            has_fingerprints=self.pipeline.num_stages > 1,
         )
 
     def _require_checkpointer(self) -> TrainerCheckpointer:
