@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.checkpoint.checkpointer import Checkpointer
     from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
     from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+    from polyrhythm.run.pipeline.loss import add_auxiliary_loss
     from polyrhythm.run.pipeline.partition import LayerSplit
     from polyrhythm.run.pipeline.pipeline import Pipeline
     from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
@@ -71,6 +72,7 @@ __all__ = [
     "Trainer",
     "UserError",
     "Worker",
+    "add_auxiliary_loss",
     "builtin_profile",
     "fewer_devices",
     "fit_speeds",
@@ -98,6 +100,7 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.checkpoint.checkpointer": ("Checkpointer",),
     "run.data.sample_dispatcher": ("SampleDispatcher",),
     "run.decoupled.optimizer": ("DistributedOptimizer",),
+    "run.pipeline.loss": ("add_auxiliary_loss",),
     "run.pipeline.pipeline": ("Pipeline",),
     "run.trainer.config": ("CheckpointConfig", "DataConfig"),
     "run.trainer.fit_loop": ("StepInfo",),

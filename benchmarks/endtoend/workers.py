@@ -135,6 +135,7 @@ def trainer_worker(pool_worker: PoolWorker, setting: JobSetting) -> None:
         next_byte_loss,
         optimizer,
         text,
+        sync="auto",
         lr_scheduler_fn=rates(setting.num_steps),
         data=DataConfig(seed=SEED),
     )

@@ -3,8 +3,9 @@
 One row per rank, one cell per slot: `2F0` is the forward of micro-batch 0 on stage 2, and an empty
 cell is a slot in which the rank waits. This is torch's "compute_only" format, which its runtime
 (`_PipelineScheduleRuntime._load_csv`) and torchtitan complete with sends and receives themselves.
-Here a rank runs one stage and a backward is whole, so tables with several stages per rank or with
-split backwards (I, W) are refused.
+Its "compute_comms" format is read, too: a pipeline here derives what the further cells say. A rank
+runs one stage and a backward is whole, so tables with several stages per rank or with split
+backwards (I, W) are refused.
 """
 
 import csv
@@ -17,6 +18,7 @@ from polyrhythm.schedule.check import check
 from polyrhythm.types import Action, Op
 
 _CELL = re.compile(r"(\d+)([A-Z_]+)(\d*)", re.ASCII)
+_COMMUNICATION = {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD"}
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -34,19 +36,36 @@ def from_csv(text: str) -> Schedule:
         raise ScheduleError(
             "a schedule without rows", expected="one row per rank", fix="give the text of the file"
         )
-    schedule = [
-        [
-            _action(cell.strip(), rank, f"row {rank + 1}, cell {place + 1}")
-            for place, cell in enumerate(row)
-            if cell.strip()
-        ]
-        for rank, row in enumerate(rows)
-    ]
+    schedule = []
+    for rank, row in enumerate(rows):
+        cells = [(cell.strip(), f"row {rank + 1}, cell {i + 1}") for i, cell in enumerate(row)]
+        actions = (_action(cell, rank, where) for cell, where in cells if cell)
+        schedule.append([action for action in actions if action is not None])
+    schedule = _renumbered(schedule)
     check(schedule, num_microbatches=max(1, sum(op is Op.F for op, _ in schedule[0])))
     return schedule
 
 
-def _action(cell: str, rank: int, where: str) -> Action:
+def _renumbered(schedule: Schedule) -> Schedule:
+    """Number the micro-batches of two tables of torch 2.13 as a pipeline here runs them.
+
+    ScheduleLoopedBFS runs all forwards, then all backwards from the last micro-batch to the first:
+    with one stage per rank that is GPipe, whose backwards count up here, as links deliver in order.
+    Schedule1F1B.pipeline_order counts the forwards of the last stage from 1, its backwards from 0.
+    """
+    size = sum(op is Op.F for op, _ in schedule[0])
+    forwards = [Action(Op.F, m) for m in range(size)]
+    backwards = [Action(Op.B, m) for m in range(size)]
+    if all(row == forwards + backwards[::-1] for row in schedule):
+        return [forwards + backwards for _ in schedule]
+    alternating = [Action(op, m) for m in range(size) for op in (Op.F, Op.B)]
+    if schedule[-1] == [Action(op, m + (op is Op.F)) for op, m in alternating]:
+        return [*schedule[:-1], alternating]
+    return schedule
+
+
+def _action(cell: str, rank: int, where: str) -> Action | None:
+    """Return the action of a cell; None for communication, which a pipeline derives itself."""
     parts = _CELL.fullmatch(cell)
     if parts is None:
         raise ScheduleError(
@@ -55,11 +74,11 @@ def _action(cell: str, rank: int, where: str) -> Action:
             fix=f"write it like {rank}F0",
         )
     stage, op, microbatch = parts.groups()
-    if op not in set(Op) or not microbatch:
+    if op not in _COMMUNICATION and (op not in set(Op) or not microbatch):
         raise ScheduleError(
             f"{where}: {cell!r}",
-            expected="F and B of micro-batches: no split backward (I, W), no communication",
-            fix="export the schedule as compute_only, with whole backwards",
+            expected="F and B of micro-batches, with no split backward (I, W)",
+            fix="export a schedule with whole backwards, such as 1F1B or GPipe",
         )
     if int(stage) != rank:
         raise ScheduleError(
@@ -67,4 +86,4 @@ def _action(cell: str, rank: int, where: str) -> Action:
             expected=f"stage {rank} alone: one stage per rank, in order",
             fix="use a schedule that is not interleaved (no V, no virtual stages)",
         )
-    return Action(Op(op), int(microbatch))
+    return None if op in _COMMUNICATION else Action(Op(op), int(microbatch))

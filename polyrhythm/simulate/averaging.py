@@ -33,9 +33,7 @@ class Observer(Protocol):
     def on_step(self, worker: Worker, now: Seconds) -> None:
         """The worker has finished a local update."""
 
-    def on_average(
-        self, gid: int, members: Sequence[Worker], weights: Sequence[float], now: Seconds
-    ) -> None:
+    def on_average(self, gid: int, members: Sequence[Worker], now: Seconds) -> None:
         """The members start to average their weights of now; none has the result yet."""
 
     def on_applied(self, worker: Worker, gid: int, now: Seconds) -> None:
@@ -199,7 +197,7 @@ class SimulatedAveraging:
         if exchange.num_started == len(exchange.members) and not exchange.is_aborted:
             exchange.start, assign = self._clock.now, exchange.assign
             for observer in self.observers:
-                observer.on_average(assign.gid, assign.members, assign.weights, self._clock.now)
+                observer.on_average(assign.gid, assign.members, self._clock.now)
             self._exchange(exchange)
 
     def _exchange(self, exchange: _Exchange) -> None:

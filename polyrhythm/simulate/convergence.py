@@ -155,14 +155,12 @@ class _Models:
         self._forwards[worker].popleft()
         self._total += 1
 
-    def on_average(
-        self, gid: int, members: Sequence[Worker], weights: Sequence[float], now: Seconds
-    ) -> None:
+    def on_average(self, gid: int, members: Sequence[Worker], now: Seconds) -> None:
         part = self._parts[members[0].stage]
         rows = [member.pipeline for member in members]
         published = self._weights[rows, part]
         self._averages[gid] = _Average(
-            np.asarray(weights) @ published, dict(zip(members, published, strict=True))
+            published.mean(axis=0), dict(zip(members, published, strict=True))
         )
 
     def on_applied(self, worker: Worker, gid: int, now: Seconds) -> None:

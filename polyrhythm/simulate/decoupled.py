@@ -99,9 +99,9 @@ class DecoupledAllReduce:
 
     def _finish(self, members: Sequence[SimulatedWorker], busy: Seconds, latency: Seconds) -> None:
         self._num_averages += 1
-        workers, weights = [m.worker for m in members], [1 / len(members)] * len(members)
+        workers = [m.worker for m in members]
         for observer in self._observers:
-            observer.on_average(self._num_averages, workers, weights, self._clock.now)
+            observer.on_average(self._num_averages, workers, self._clock.now)
             for worker in workers:
                 observer.on_applied(worker, self._num_averages, self._clock.now)
         for member in members:

@@ -7,6 +7,9 @@ groups help (`adaptive`, `age`), at the price of models that differ for a while.
 the other modes is estimated by replaying the last measured steps (`replay.py`). The mode in use is
 measured, so that a switch which does not pay is undone, and not tried again for a while.
 
+A switch away from `decoupled` needs a large gain in several windows, one after the other, and
+several machines: processes that share cores slow each other, and would do so in every mode.
+
 There is no clock and no communication here. One worker gets the times of all pipelines, at steps
 that all agree on, and the others follow its decision, as with `fusion/tuner.py`.
 
@@ -34,20 +37,19 @@ from polyrhythm.sync.replay import (
     decoupled,
     in_groups,
     lower_quartile,
-    standard_error,
     with_slow_links,
 )
 from polyrhythm.types import Seconds
 
-# Gain over simpler modes, as a fraction of the step, that a switch needs. To stay, any gain above 0
-# is enough: this hysteresis keeps noise from switching back and forth.
-MIN_GAIN = 0.05  # equals MicrobatchBalancer.min_gain
-MIN_GAIN_OVER_BALANCED = 0.1  # a permanent straggler would be behind in every group
+# Gain over simpler modes, as a fraction of the step, that a switch needs in each of NUM_WINDOWS
+# windows: time is weighed here, not the loss, which a step in groups may reduce less. To stay, any
+# gain above 0 is enough: this hysteresis keeps noise from switching back and forth.
+MIN_GAIN = 0.25
+NUM_WINDOWS = 3
+MIN_SLOWNESS = 0.05  # below this fraction of a step, pipelines are called equally fast
 # Steps in groups reduce the loss less: a Transformer's were 4 times as fast, and reached the same
 # loss 3.9 times as soon.
 EFFICIENCY = 3.9 / 4
-NUM_STANDARD_ERRORS = 2.0  # by which a gain must exceed the minimum
-NUM_WINDOWS = 4  # combined, if the newest alone is not significant
 UNDO_WINDOWS = 2  # a switch that is undone within these windows did not pay
 MAX_BAN_WINDOWS = 64  # the ban doubles each time that a mode did not pay, up to this
 
@@ -96,6 +98,8 @@ class AutoSwitch:
         newest = self._counted(times)
         if self.shape.num_pipelines == 1:
             return self._stay("a single pipeline waits for no other")
+        if self.shape.is_one_machine:
+            return self._stay("all pipelines are on one machine, and slow each other in any mode")
         if [] in newest:
             return self._stay(f"pipeline {newest.index([])} has not ended a step yet")
         self._is_new = False
@@ -105,7 +109,7 @@ class AutoSwitch:
         self._windows.append(estimates)
         sync_mode = self._best(estimates)
         if AUTO_MODES.index(sync_mode) > AUTO_MODES.index(self.sync_mode):
-            sync_mode = self._significant_best()
+            sync_mode = self._lasting_best()
         seconds = {name: estimate.seconds for name, estimate in estimates.items()}
         if sync_mode == self.sync_mode:
             return self._stay(_why_stay(sync_mode, seconds), seconds)
@@ -131,20 +135,24 @@ class AutoSwitch:
             sync_mode=self.sync_mode, switches=False, why=why, predicted=predicted or {}
         )
 
-    def _significant_best(self) -> str:
-        """The best mode beyond noise, by the newest window alone or with some before it."""
-        windows = list[Mapping[str, Estimate]]()
-        for window in reversed(self._windows):
-            if window.keys() != self._windows[-1].keys():
-                break
-            windows.append(window)
-            combined = {name: combine([w[name] for w in windows]) for name in window}
-            sync_mode = self._best(combined, num_standard_errors=NUM_STANDARD_ERRORS)
-            if AUTO_MODES.index(sync_mode) > AUTO_MODES.index(self.sync_mode):
-                return sync_mode
-        return self.sync_mode
+    def _lasting_best(self) -> str:
+        """The best of the modes that have gained enough in each of the last windows."""
+        if len(self._windows) < NUM_WINDOWS:
+            return self.sync_mode
+        lasting = {
+            name: combine([window[name] for window in self._windows])
+            for name in self._windows[-1]
+            if name == self.sync_mode
+            or all(name in window and self._gains(window, name) for window in self._windows)
+        }
+        return self._best(lasting)
 
-    def _best(self, estimates: Mapping[str, Estimate], num_standard_errors: float = 0.0) -> str:
+    def _gains(self, estimates: Mapping[str, Estimate], sync_mode: str) -> bool:
+        """Whether a mode gains enough over the mode in use."""
+        current = {name: estimates[name] for name in (self.sync_mode, sync_mode)}
+        return self._best(current) == sync_mode
+
+    def _best(self, estimates: Mapping[str, Estimate]) -> str:
         """Start with the simplest mode; each further mode that gains enough replaces it."""
         best, *others = estimates
         for sync_mode in others:
@@ -153,13 +161,7 @@ class AutoSwitch:
                 _effective_seconds(best, before) - _effective_seconds(sync_mode, after),
                 before.waiting,
             )
-            needed = 0.0
-            if sync_mode != self.sync_mode:
-                is_balanced = SYNC_MODES[best].balances_microbatches
-                min_gain = MIN_GAIN_OVER_BALANCED if is_balanced else MIN_GAIN
-                needed = min_gain * before.seconds
-                if num_standard_errors:
-                    needed += num_standard_errors * standard_error(before, after)
+            needed = 0.0 if sync_mode == self.sync_mode else MIN_GAIN * before.seconds
             if gain > needed:
                 best = sync_mode
         return best
@@ -186,7 +188,7 @@ class AutoSwitch:
                     lockstep[mode.name] = estimate
         if self.sync_mode in lockstep:
             lockstep[self.sync_mode] = self._measured_in_lockstep(times, lockstep[self.sync_mode])
-        if lockstep and all(e.waiting < MIN_GAIN * e.seconds for e in lockstep.values()):
+        if lockstep and all(e.waiting < MIN_SLOWNESS * e.seconds for e in lockstep.values()):
             modes = [mode for mode in modes if mode is self._mode]  # groups have little to gain
         slowed = with_slow_links(shape, times, self._link_cost, lockstep=self._mode.lockstep)
         groups = {
@@ -287,7 +289,7 @@ def _describe_slowness(shape: JobShape, times: StepTimings) -> str:
     units = shape.units(times)
     rows, means = align_steps(units), [fmean(steps) for steps in units]
     lost = fmean((max(row) - fmean(row)) / max(row) for row in rows)
-    if lost < MIN_GAIN:
+    if lost < MIN_SLOWNESS:
         return f"pipelines are about equally fast: waiting for the last one costs {lost:.0%}"
     slowest = max(range(len(means)), key=means.__getitem__)
     fraction_last = fmean(row[slowest] == max(row) for row in rows)

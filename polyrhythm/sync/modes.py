@@ -192,7 +192,7 @@ AUTO_MODES = ("decoupled", "balanced", "adaptive", "age")
 class SyncConfig:
     """A sync mode with options: those of its policy, and whether averaging overlaps with steps."""
 
-    mode: str = AUTO
+    mode: str = "decoupled"
     overlap: bool = False
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 

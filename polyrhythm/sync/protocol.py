@@ -128,12 +128,11 @@ class Leave(_Message, frozen=True):
 
 
 class Assign(_Message, frozen=True):
-    """The members average with these weights, in `gid` order, and send Done within `timeout`."""
+    """The members average with equal weights, in `gid` order, and send Done within `timeout`."""
 
     gid: int
     epoch: int  # of the membership when the group was formed
     members: tuple[Worker, ...]  # sorted; all of one stage
-    weights: tuple[float, ...]
     incarnations: tuple[int, ...]  # of each member; a restarted member needs new connections
     timeout: Seconds  # of the average, once all members are ready
     why: str

@@ -14,15 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean, quantiles, stdev
+from statistics import fmean, quantiles
 from typing import NamedTuple, Self
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.modes import AUTO_MODES, make_policies
 from polyrhythm.sync.policies.balanced import MicrobatchBalancer
 from polyrhythm.types import Group, Seconds, Worker
-
-NUM_PARTS = 6  # of a window: each at least as long as a burst, and enough to see the variance
 
 
 class StepTiming(NamedTuple):
@@ -48,6 +46,7 @@ class JobShape:
     sync_modes: tuple[str, ...] = AUTO_MODES  # that the job can use
     max_microbatches: tuple[int, ...] | None = None  # by pipeline, limited by memory
     overlap: bool = False  # in groups: continue at once, and apply averages a step later
+    is_one_machine: bool = False  # pipelines share cores, memory or power: no mode avoids that
     coordinator_round_trip: Seconds = 0.0  # two round trips, of an average in a group
 
     def __post_init__(self) -> None:
@@ -90,36 +89,24 @@ class JobShape:
 class Estimate(NamedTuple):
     """Estimated time of a step in which all pipelines together compute one batch."""
 
-    parts: tuple[Seconds, ...]  # means over equal parts of the replayed steps
+    seconds: Seconds
     waiting: Seconds = math.inf  # mean wait for other pipelines: no other mode gains more
 
     @classmethod
     def from_durations(cls, durations: Sequence[Seconds], waiting: Seconds = math.inf) -> Self:
-        num_parts = min(NUM_PARTS, len(durations))
-        bounds = [len(durations) * part // num_parts for part in range(num_parts + 1)]
-        return cls(tuple(fmean(durations[start:end]) for start, end in pairwise(bounds)), waiting)
-
-    @property
-    def seconds(self) -> Seconds:
-        return fmean(self.parts)
+        return cls(fmean(durations), waiting)
 
     def plus(self, seconds: Seconds) -> Self:
-        return self._replace(parts=tuple(part + seconds for part in self.parts))
+        return self._replace(seconds=self.seconds + seconds)
 
     def scaled(self, factor: float) -> Self:
-        return self._replace(parts=tuple(part * factor for part in self.parts))
+        return self._replace(seconds=self.seconds * factor)
 
 
 def combine(estimates: Sequence[Estimate]) -> Estimate:
     """Combine the estimates of several windows of steps."""
-    parts = tuple(part for estimate in estimates for part in estimate.parts)
-    return Estimate(parts, fmean(estimate.waiting for estimate in estimates))
-
-
-def standard_error(a: Estimate, b: Estimate) -> Seconds:
-    """Standard error of the difference of two estimates; noise common to both cancels."""
-    differences = [x - y for x, y in zip(a.parts, b.parts, strict=True)]
-    return stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
+    seconds, waiting = (fmean(values) for values in zip(*estimates, strict=True))
+    return Estimate(seconds, waiting)
 
 
 class LinkCost(NamedTuple):
@@ -165,7 +152,7 @@ def balanced(shape: JobShape, units: SlotTimes, link_cost: LinkCost) -> Estimate
         if shape.max_microbatches and any(
             counts[w] > shape.max_microbatches[w.pipeline] for w in workers
         ):
-            return Estimate((math.inf,) * min(NUM_PARTS, len(once)))  # not enough memory
+            return Estimate(math.inf)  # not enough memory
     average = link_cost.global_cost(shape.num_pipelines) + shape.coordinator_round_trip
     return _in_lockstep(steps[len(once) :], average)
 

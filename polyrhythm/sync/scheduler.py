@@ -9,6 +9,8 @@ commands. For any policy:
   fails, dies or leaves, or when it times out. Members that were ready are then ready again, for
   another group with another id, and skip the average when too many groups of one step have failed.
 - A group of one averages nothing and is not queued: its worker is sent a Skip.
+- All members of a group have equal weights, whatever the number of their samples. The averages are
+  then doubly stochastic: the mean over all workers is kept, which the proofs of both papers need.
 - A worker belongs to the policy of its stage or, during a global average, to the AverageAllPolicy
   of its stage; groups of both have the same life cycle.
 - A lost worker deactivates its pipeline. A worker that joins late without a model copies one from
@@ -572,7 +574,6 @@ class Scheduler:
             group_round.gid,
             self.membership.epoch,
             members,
-            (1 / len(members),) * len(members),
             tuple([member.incarnation for member in group_round.members]),
             stage_policy.average_timeout.current,
             why,

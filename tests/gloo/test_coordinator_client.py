@@ -244,7 +244,7 @@ def test_process_exits_without_close(ending: str, status: int) -> None:
 
 
 def assign(gid: int) -> Assign:
-    return Assign(gid, 1, (ME, OTHER), (0.5, 0.5), (1, 1), 1.0, "why")
+    return Assign(gid, 1, (ME, OTHER), (1, 1), 1.0, "why")
 
 
 def test_duplicate_commands_are_ignored() -> None:

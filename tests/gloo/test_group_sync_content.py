@@ -174,6 +174,44 @@ def test_every_n_averages_only_each_nth_step(tmp_path: Path) -> None:
     assert run_replicas(2, work, tmp_path) == [[1.0, 4.0, 5.0, 8.0], [3.0, 4.0, 7.0, 8.0]]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_last_worker_under_local_takes_outer_steps_alone(overlap: bool, tmp_path: Path) -> None:
+    outer = OuterNesterov(lr=0.5, momentum=0.8)
+
+    def work(ctx: DistContext) -> list[float]:
+        model, seen = Point(size=1), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with GroupSync(
+            model, optimizer, "local", every=2, outer=outer, overlap=overlap, timeout=TIMEOUT
+        ) as sync:
+            for _ in range(2 if ctx.rank == 1 else 6):
+                model.weight.grad = torch.tensor([-1.0 - 2 * ctx.rank])
+                optimizer.step()
+                sync.step()
+                seen.append(model.weight.item())
+            deadline = time.monotonic() + TIMEOUT
+            while ctx.rank == 1 and model.weight.item() == 6.0 and time.monotonic() < deadline:
+                sync.apply_pending()  # with overlap, leave after the average
+        return seen
+
+    first, _ = run_replicas(2, work, tmp_path)
+    anchor, velocity, weight, expected, pending = 0.0, 0.0, 0.0, [], None
+    for number in (2.0, 1.0, 1.0):  # the mean step: of both workers, then of the first one
+        expected.append(weight + 1.0)
+        weight += 2.0
+        published = weight
+        if pending is not None:
+            before, mean = pending
+            anchor, velocity = outer.step(anchor, anchor - mean, velocity)
+            weight = published = weight + anchor - before
+        pending = published, published + 2 * (number - 1.0)
+        if not overlap:
+            anchor, velocity = outer.step(anchor, anchor - pending[1], velocity)
+            weight, pending = anchor, None
+        expected.append(weight)
+    assert first == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(
     ("policy", "every", "number"), [("age", 1, 3.0), ("age", 2, 1.0), ("all_reduce", 1, 1.0)]
 )
@@ -187,6 +225,32 @@ def test_reduced_variance_optimizer_gets_num_averaged(
             return optimizer.num_averaged
 
     assert run_replicas(3, work, tmp_path) == [number] * 3
+
+
+def test_num_averaged_ends_with_the_group_sync_and_is_not_saved(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[float]:
+        model, found = Point(), []
+        optimizer = ReducedVarianceAdamW(model.parameters(), lr=0.1)
+
+        def step(sync: GroupSync) -> None:
+            model(target_of(ctx.rank)).backward()
+            optimizer.step()
+            sync.step()
+            optimizer.zero_grad()
+            found.append(optimizer.num_averaged)
+
+        with GroupSync(model, optimizer, "age", timeout=TIMEOUT) as sync:
+            step(sync)
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+            step(sync)
+        found.append(optimizer.num_averaged)  # as before
+        with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT, name="next") as sync:
+            optimizer.load_state_dict(saved)
+            step(sync)
+        return [*found, saved["param_groups"][0]["num_averaged"]]
+
+    assert run_replicas(2, work, tmp_path) == [[2.0, 2.0, 1.0, 1.0, 1.0]] * 2
 
 
 def test_half_precision_models_are_averaged(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ BAD = [
     ({"policy": "age", "every": 0}, "every=0", "use 1"),
     ({"policy": "balanced", "every": 2}, "every=2 under balanced", "micro-batches"),
     ({"policy": "all_reduce", "overlap": True}, "overlap under all_reduce", "use age"),
+    ({"policy": "ssp", "state": "average"}, 'state="average" under ssp', "another policy"),
     ({"policy": "age", "outer": OuterNesterov()}, "an outer optimizer under age", "local"),
     ({"policy": "age", "state": "averaged"}, "state='averaged'", "local"),
     ({"policy": "age", "timeout": 0.0}, "timeout=0", "several steps"),

@@ -120,12 +120,25 @@ def test_second_parameter_server_continues_after_first(tmp_path: Path) -> None:
 
 def test_parameter_server_accumulates_in_float32() -> None:
     stage_weights = _StageWeights(num_pipelines=8)
-    stage_weights.init(torch.ones(1, dtype=torch.bfloat16))
+    stage_weights.init(torch.ones(1, dtype=torch.bfloat16), num_weights=1)
     for _ in range(1000):
         stage_weights.push(torch.full((1,), 2.0**-7, dtype=torch.bfloat16))
     assert stage_weights.pull(torch.bfloat16).item() == pytest.approx(
         1 + 1000 * 2**-7 / 8, rel=2**-8
     )
+
+
+def test_stale_statistics_keep_variances_on_a_parameter_server_positive() -> None:
+    """Eight steps of one worker while the other one computes: the variance falls for both."""
+    stage_weights, falling = _StageWeights(num_pipelines=2), 0.1
+    stage_weights.init(torch.tensor([5.0, 1.0]), num_weights=1)
+    for _ in range(8):
+        weight, variance = stage_weights.pull(torch.float32)
+        stage_weights.push(torch.stack([torch.tensor(-1.0), variance * falling]))
+    stage_weights.push(torch.tensor([-1.0, 1.0 * falling]))  # it pulled before the others' pushes
+    weight, variance = stage_weights.pull(torch.float32)
+    assert weight == 5.0 - 9 / 2
+    assert 0 < variance < 1
 
 
 def test_flat_buffer_promotes_dtypes_and_is_on_cpu() -> None:

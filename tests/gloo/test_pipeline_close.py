@@ -153,7 +153,8 @@ def test_close_frees_everything_in_flight(
 
     for counts in run_stages(2, work, tmp_path):
         assert counts["in flight"] > 0
-        assert counts["messages"] > 0, "used, unused or expected"
+        if run is not fail_in_the_last_stage:  # a failed step frees them
+            assert counts["messages"] > 0, "used, unused or expected"
         assert (counts["in flight after"], counts["messages after"]) == (0, 0)
         assert counts["threads"] == 1
 

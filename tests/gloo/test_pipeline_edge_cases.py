@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import ScheduleError, WorkerError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.batch import kind_of
+from polyrhythm.run.pipeline.batch import ArgumentTree, kind_of
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.pipeline.transport import Connections
 from tests.gloo.pipelines import (
@@ -305,7 +305,9 @@ def test_event_log_is_closed_when_a_step_fails(tmp_path: Path) -> None:
 
 def test_microbatch_kind_depends_on_shape_not_batch_size() -> None:
     def kind(*arguments: Tensor, size: int = 2) -> int:
-        return kind_of(arguments, size, training=True)
+        tree = ArgumentTree.of(arguments, None, "args_chunk_spec")
+        tree.resolve(len(arguments[0]), 2, is_ambiguous=False, first=tree.leaves[0])
+        return kind_of([tree], size, training=True)
 
     assert kind(torch.ones(4, 3)) == kind(torch.ones(8, 3))
     others = [

@@ -3,6 +3,7 @@
 The other stages lose a peer; the job reports the stage that refused, with its reason.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,7 @@ from torch.nn.functional import mse_loss
 from polyrhythm.errors import ScheduleError, WorkerError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from tests.gloo.pipelines import random_batch, run_stages, stack_of, step
+from tests.gloo.pipelines import random_batch, run_single_process, run_stages, stack_of, step
 
 INPUTS, TARGET = random_batch(8, 8)
 TIMEOUT = 40  # far more than any of these may take
@@ -168,7 +169,7 @@ CASES: dict[str, tuple[Callable[[DistContext], None], int | None, str]] = {
     "more stages than layers": (too_many_stages, None, "3 stages for 2 layers"),
     "unknown list of layers": (unknown_layers, None, "'model.block' does not exist.*blocks (4)"),
     "small batch": (small_batch, 0, "a batch of 3 for 4 micro-batches.*n_microbatches.*3"),
-    "much metadata": (much_metadata, 0, "a batch header of 1218 bytes.*at most 1020 bytes"),
+    "much metadata": (much_metadata, 0, "a batch header of 1219 bytes.*at most 1020 bytes"),
     "other target": (other_target, 2, "targets have 6 samples.*8"),
     "other keyword": (other_keyword, 1, "keyword arguments have 7 samples.*8"),
     "ragged inputs": (ragged_inputs, 0, "inputs have shapes (8, 8) and (5, 8)"),
@@ -264,3 +265,56 @@ def test_old_names_of_arguments_give_the_new_names(
 ) -> None:
     with pytest.raises(TypeError, match=f"{old}= is now {new}="):
         make(stack_of(1), **options(**{old: None}))
+
+
+class FailsOnce:
+    """A loss that raises in one micro-batch of the second batch."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 6:
+            raise ValueError("an odd sample")
+        return mse_loss(output, target)
+
+
+def test_step_after_a_caught_error_is_refused_on_all_stages(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[str]:
+        errors = []
+        with pipeline_of(ctx, loss_fn=FailsOnce()) as pipeline:
+            for number in range(4):
+                try:
+                    step(pipeline, INPUTS + number, TARGET)
+                    errors.append("")
+                except Exception as error:  # as a script that skips bad batches
+                    errors.append(f"{type(error).__name__}: {error}")
+        return errors
+
+    start = time.monotonic()
+    found = run_stages(3, work, tmp_path)
+    assert time.monotonic() - start < TIMEOUT, "a stage has waited for its timeout"
+    for stage, errors in enumerate(found):
+        assert not errors[0]
+        kind = "ValueError: an odd sample" if stage == 2 else "PeerError: lost"
+        assert errors[1].startswith(kind)
+        for refused in errors[2:]:
+            assert refused.startswith("ScheduleError: step after a failed step")
+            assert "an odd sample" in refused if stage == 2 else "lost s" in refused
+            assert "create a new Pipeline" in refused
+
+
+def test_single_stage_continues_after_a_caught_error(tmp_path: Path) -> None:
+    def work() -> list[float]:
+        found, losses = list[float](), list[Tensor]()
+        pipeline = Pipeline(stack_of(1), **options(loss_fn=FailsOnce()))
+        for number in range(3):
+            with contextlib.suppress(ValueError):
+                step(pipeline, INPUTS + number, TARGET, losses=losses)
+            found.append(sum(loss.item() for loss in losses) / 4)
+        return found
+
+    module = stack_of(1).requires_grad_(False)
+    expected = [mse_loss(module(INPUTS + number), TARGET).item() for number in (0, 0, 2)]
+    assert run_single_process(work, tmp_path) == pytest.approx(expected)

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate as older_replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -139,6 +141,10 @@ def test_fsdp2_reduces_gradients_once_per_step(tmp_path: Path) -> None:
             found.append(train(partition, group, half, schedule=schedule))
             num_groups = 2 + (stage == 1)  # two blocks, and on the last stage the rest
             assert num_reduced - before == num_groups * len(BATCHES)
+        for inner in [*(partition := partition_of(stage)).module.children(), partition.module]:
+            if not isinstance(inner, nn.Linear):
+                replicate(inner, mesh=mesh["share"])  # FSDP2 without shards
+        found.append(train(partition, group, half, schedule="1f1b"))
         return found
 
     expected = run_single_process(whole, tmp_path)
@@ -165,6 +171,33 @@ def test_tensor_parallel_matches_single_process(tmp_path: Path) -> None:
     expected = run_single_process(whole, tmp_path)
     for stages in zip(*in_mesh(tmp_path, work), strict=True):
         assert_as_one_process(list(stages), expected)
+
+
+@pytest.mark.timeout(60)
+def test_chained_tensor_parallel_layers_match_single_process(tmp_path: Path) -> None:
+    """Nothing between or after them waits for their collectives: they return unfinished results."""
+
+    def chained() -> nn.Sequential:
+        torch.manual_seed(8)
+        return nn.Sequential(*(nn.Linear(*shape) for _ in range(2) for shape in ((8, 12), (12, 8))))
+
+    def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:
+        partition = split_sequential(chained(), stage=stage, num_stages=2)
+        first, second = partition.module._modules
+        plan = {first: ColwiseParallel(), second: RowwiseParallel()}
+        parallelize_module(partition.module, mesh["share"], plan)
+        group = mesh.get_group("stage")
+        return [train(partition, group, lambda x: x, schedule="1f1b")["gradients"]]
+
+    def single_process() -> dict[str, Tensor]:
+        model = chained()
+        for inputs, target in BATCHES:
+            mse_loss(model(inputs), target).backward()
+        return gradients(model)
+
+    expected = run_single_process(single_process, tmp_path)
+    for stages in zip(*in_mesh(tmp_path, work), strict=True):
+        assert_close(merged(stages), expected)
 
 
 class Named(nn.Module):
@@ -231,10 +264,12 @@ def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
         group, share = mesh.get_group("stage"), mesh["share"]
         options = {"process_group": group, "loss_fn": mse_loss, "timeout": 20, "n_microbatches": 4}
         ddp = DistributedDataParallel(stack_of(1), process_group=mesh.get_group("share"))
-        for module in (ddp, nn.Sequential(stack_of(1), ddp)):
+        replicated = older_replicate(stack_of(1), process_group=mesh.get_group("share"))
+        for module in (ddp, nn.Sequential(stack_of(1), ddp), replicated):
             with pytest.raises(ScheduleError) as caught:
                 Pipeline(module, **options, schedule="1f1b")
-            assert caught.match(f"stage {stage}.* is wrapped in DistributedDataParallel")
+            wrapped = "DistributedDataParallel|the older replicate"
+            assert caught.match(f"stage {stage}.* is wrapped in ({wrapped})")
             assert caught.match("after every micro-batch")
             assert caught.match("fix: .*fully_shard")
         wide = stack_of(1)

@@ -1,5 +1,6 @@
-"""Torch's pipeline runtime loads our CSV files and adds sends and receives to them."""
+"""Torch's pipeline runtime loads our CSV files, and torch's own CSV files are read."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,35 @@ def test_torch_1f1b_table_is_read() -> None:
         for cell in row.split(","):
             schedules._Action.from_str(cell)
     assert from_csv(text) == ScheduleSpec("1f1b").build(num_stages=2, num_microbatches=2)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 2), (4, 4), (4, 12)])
+@pytest.mark.parametrize(
+    ("name", "spec"), [("1F1B", "1f1b"), ("GPipe", "gpipe"), ("LoopedBFS", "gpipe")]
+)
+def test_torch_tables_are_read(
+    tmp_path: Path, name: str, spec: str, num_stages: int, num_microbatches: int
+) -> None:
+    """Tables end with a reduction; torch counts the last stage's forwards of 1F1B from 1."""
+    stage, path = Stage(0, num_stages), tmp_path / "table.csv"
+    stages = [stage] if name == "LoopedBFS" else stage
+    pipeline = getattr(schedules, f"Schedule{name}")(stages, n_microbatches=num_microbatches)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(pipeline.pipeline_order.values())
+    expected = ScheduleSpec(spec).build(num_stages=num_stages, num_microbatches=num_microbatches)
+    assert from_csv(path.read_text()) == expected
+
+
+@pytest.mark.parametrize("layout", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("name", ["LoopedBFS", "Interleaved1F1B"])
+def test_torch_tables_are_read_with_and_without_communication(
+    tmp_path: Path, name: str, layout: str
+) -> None:
+    """With one stage per rank they are not interleaved."""
+    path = tmp_path / "table.csv"
+    pipeline = getattr(schedules, f"Schedule{name}")([Stage(0, 3)], n_microbatches=6)
+    pipeline._dump_csv(str(path), format=layout)
+    rows = [[str(a)[1:] for a in row if a] for row in pipeline.pipeline_order.values()]
+    if name == "LoopedBFS":
+        rows = [row[:6] + row[:5:-1] for row in rows]
+    assert [list(map(str, row)) for row in from_csv(path.read_text())] == rows

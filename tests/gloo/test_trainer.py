@@ -101,7 +101,7 @@ def test_autocast_trains_in_lower_precision(tmp_path: Path) -> None:
         (DataConfig, {"seed": 1.5}, "seed=1.5", "seed"),
         (DataConfig, {"collate_fn": 3}, "collate_fn=3", "collate_fn"),
         (SyncConfig, {"mode": "adaptve"}, "unknown sync mode: 'adaptve'", "adaptive"),
-        (SyncConfig, {"overlap": True}, "overlap=True with sync='auto'", "adaptive"),
+        (SyncConfig, {"overlap": True}, "overlap=True with sync='decoupled'", "adaptive"),
         (SyncConfig, {"options": {"max_age": 3}}, "options={'max_age': 3}", "adaptive"),
     ],
 )

@@ -1,16 +1,21 @@
 """A stopped job resumes from its checkpoint, with any plan, with the same losses."""
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch.utils.data import TensorDataset
 
 from polyrhythm.errors import LaunchError
+from polyrhythm.run.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, to_text
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.trainer.config import CheckpointConfig
-from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, samples, trainer
+from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
+from polyrhythm.run.trainer.fit_loop import StepInfo
+from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, plan_of, run_job, samples, trainer
 from tests.grids import long_except
 
 STOP_STEP = 6
@@ -107,3 +112,147 @@ def test_evaluate_is_the_mean_over_all_samples(tmp_path: Path, shape: tuple[int,
     for loss, is_training in found:
         assert loss == pytest.approx(expected, abs=1e-5)
         assert is_training
+
+
+@pytest.mark.parametrize(
+    ("shape", "sync", "batch_size"),
+    [((1, 1), "decoupled", 48), ((1, 2), "decoupled", 12), ((1, 2), "adaptive", 48)],
+)
+def test_another_batch_size_continues_steps_rates_and_samples(
+    tmp_path: Path, shape: tuple[int, int], sync: str, batch_size: int
+) -> None:
+    resume(tmp_path, (1, 1), 5)
+    plan = plan_of(*shape)
+
+    def work(ctx: DistContext | None) -> Any:
+        options = {"sync": sync, "batch_size": batch_size, "run_dir": tmp_path / "run"}
+        with trainer(plan, **options) as made:
+            assert made.restore() == 5
+            steps = made.fit(max_steps=10).steps
+            (group,) = made._progress.optimizer.param_groups
+            used = made._progress.sampler_state
+            assert (made.global_step, made.fit(max_steps=10).steps) == (10, ())
+            made.save()
+            return [(s.step, s.num_samples) for s in steps], group["lr"], used.next
+
+    found = run_job(plan.num_workers, work, tmp_path)
+    steps = [step for steps, *_ in found for step in steps]
+    assert {step for step, _ in steps} == {5, 6, 7, 8, 9}
+    assert sum(num_samples for _, num_samples in steps) == 5 * batch_size
+    for _, rate, next_position in found:
+        assert rate == pytest.approx(1e-2 / (1 + 10 / 5))
+        assert next_position == 5 * BATCH + 5 * batch_size
+    ((first_step, ends, _),) = resume(tmp_path, (1, 1), 12, batch_size=batch_size)
+    assert first_step == 10
+    assert [step for step, *_ in ends] == [10, 11]
+
+
+def test_other_data_is_refused_unless_it_restarts(tmp_path: Path) -> None:
+    resume(tmp_path, (1, 1), 3)
+    fewer = TensorDataset(*(tensor[:150] for tensor in samples().tensors))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"data": DataConfig(seed=7)}, "seed=7, and the checkpoint has seed=0"),
+        ({"data": DataConfig(shuffle=False)}, "shuffle=False, and the checkpoint has shuffle=True"),
+        ({"dataset": fewer}, "num_samples=150, and the checkpoint has num_samples=200"),
+    ]
+    for options, wrong in cases:
+        with trainer(plan_of(1, 1), run_dir=tmp_path / "run", **options) as made:
+            before = [value.clone() for value in made.model.parameters()]
+            with pytest.raises(CheckpointError) as error:
+                made.restore()
+            assert wrong in error.value.wrong
+            assert "restart_data=True" in error.value.fix
+            assert all(map(torch.equal, before, made.model.parameters()))
+            assert made.global_step == 0
+            assert made.restore(restart_data=True) == 3
+            assert [step.step for step in made.fit(max_steps=5).steps] == [3, 4]
+            assert made._progress.sampler_state.num_used == 2 * BATCH
+
+
+class Poison:
+    """A callback that sets weights to nan after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.model = step, torch.nn.Module()
+
+    def __call__(self, info: StepInfo) -> None:
+        if info.step == self.step:
+            with torch.no_grad():
+                next(self.model.parameters()).fill_(math.nan)
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint of step")
+def test_non_finite_loss_warns_once_and_keeps_finite_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    poison = Poison(4)
+    folder, checkpoint = tmp_path / "run", CheckpointConfig(keep_last=2)
+    with trainer(plan_of(1, 1), run_dir=folder, checkpoint=checkpoint, callbacks=[poison]) as made:
+        poison.model = made.model
+        for step in range(1, 10):
+            made.fit(max_steps=step)
+            made.save()
+        warned = [record.getMessage() for record in caplog.records]
+        assert [text.split(", and")[0] for text in warned if "loss" in text] == [
+            "step 5: the loss of pipeline 0 is nan"
+        ]
+    steps = {int(path.name[5:]): read_manifest(path) for path in (folder / "checkpoints").iterdir()}
+    assert {step: manifest.is_finite for step, manifest in steps.items()} == {
+        3: True,
+        4: True,
+        9: False,
+    }
+    with trainer(plan_of(1, 1), run_dir=folder, checkpoint=checkpoint) as made:
+        with pytest.warns(UserWarning, match="step-00000009: its weights are not finite"):
+            assert made.restore() == 4
+        assert all(value.isfinite().all() for value in made.model.parameters())
+        with pytest.warns(UserWarning, match="are not finite"):
+            assert made.restore(folder / "checkpoints" / "step-00000009") == 9
+        made._progress.step = 4
+        with pytest.warns(UserWarning, match="it would replace a checkpoint of the same step"):
+            made.save()
+            made.close()
+    assert read_manifest(folder / "checkpoints" / "step-00000004").is_finite
+
+
+def test_folder_with_checkpoints_is_refused_without_restore(tmp_path: Path) -> None:
+    def work(ctx: DistContext | None) -> Any:
+        folder, errors = tmp_path / "run", []
+        with trainer(plan_of(2, 1), run_dir=folder) as made:
+            made.fit(max_steps=2)
+            made.save()
+            made.fit(max_steps=3)
+        with trainer(plan_of(2, 1), run_dir=folder) as made:
+            for call in (partial(made.fit, max_steps=2), made.save):
+                with pytest.raises(CheckpointError) as error:
+                    call()
+                errors.append(f"{error.value.wrong}; {error.value.fix}")
+            assert made.fit(max_steps=0).steps == ()
+            assert len(made.fit(max_steps=1, overwrite=True).steps) == 1
+            made.save()
+        with trainer(plan_of(2, 1), run_dir=folder) as made:
+            assert made.restore() == 1
+            assert len(made.fit(max_steps=2).steps) == 1
+        return errors
+
+    for errors in run_job(2, work, tmp_path):
+        for what, error in zip(("fit()", "save()"), errors, strict=True):
+            assert error.startswith(f"{what} in ")
+            assert "which holds 1 checkpoints, the last of step 2" in error
+            assert "call restore()" in error
+            assert "overwrite=True" in error
+    assert (tmp_path / "run" / "checkpoints.1" / "step-00000002").is_dir()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_checkpoint_without_data_settings_is_restored_with_a_warning(tmp_path: Path) -> None:
+    resume(tmp_path, (1, 1), 3)
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    manifest = read_manifest(path)
+    extra = {key: value for key, value in manifest.extra.items() if key != "data"}
+    assert extra != manifest.extra
+    (path / MANIFEST).write_text(to_text(structs.replace(manifest, extra=extra)))
+    with trainer(plan_of(1, 1), run_dir=tmp_path / "run") as made:
+        with pytest.warns(UserWarning, match="cannot be checked"):
+            assert made.restore() == 3
+        assert [step.step for step in made.fit(max_steps=4).steps] == [3]

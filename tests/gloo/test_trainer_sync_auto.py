@@ -1,5 +1,6 @@
 """sync="auto": training switches to the fastest sync mode, and still uses every sample once."""
 
+import os
 import random
 import time
 from collections import Counter
@@ -16,11 +17,12 @@ from torch.utils.data import TensorDataset
 
 from polyrhythm.events import Event, read_run
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.rank_assignment import DEVICE
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.sync.decision_log import decision_log_paths, replay
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, model, plan_of, run_job, samples
 
-NUM_STEPS = 70
+NUM_STEPS = 110  # a switch needs three windows of 20
 
 
 class SlowLoss:
@@ -41,11 +43,18 @@ def numbered_samples() -> TensorDataset:
     return TensorDataset(inputs, torch.cat([targets, numbers], 1))
 
 
-def train(folder: Path, slowness: Callable[[int], Callable[[], float]]) -> tuple[Any, list[Event]]:
+def train(
+    folder: Path,
+    slowness: Callable[[int], Callable[[], float]],
+    *,
+    num_machines: int = 3,
+    num_steps: int = NUM_STEPS,
+) -> tuple[Any, list[Event]]:
     """Train three replicas; return samples, weights and last loss by rank, and sync events."""
 
     def work(ctx: DistContext | None) -> Any:
         assert ctx is not None
+        os.environ[DEVICE] = f"machine{ctx.rank % num_machines}"
         loss = SlowLoss(slowness(ctx.rank))
         made = Trainer(
             model,
@@ -55,11 +64,12 @@ def train(folder: Path, slowness: Callable[[int], Callable[[], float]]) -> tuple
             plan=plan_of(1, 3),
             batch_size=BATCH,
             microbatch_size=2,
+            sync="auto",
             run_dir=folder / "run",
             timeout=30.0,
         )
         with made:
-            fitted = made.fit(max_steps=NUM_STEPS)
+            fitted = made.fit(max_steps=num_steps)
             weights = [value.sum().item() for value in made.model.parameters()]
             return loss.ids, weights, fitted.losses[-1], made.global_step
 
@@ -75,6 +85,12 @@ def check(found: Any) -> None:
         assert weights == pytest.approx(found[0][1], rel=1e-4, abs=1e-4)
         assert loss < 0.5  # 1.4 at first
         assert step == NUM_STEPS
+
+
+def test_auto_stays_synchronous_on_one_machine(tmp_path: Path) -> None:
+    _, (event,) = train(tmp_path, lambda rank: lambda: 0.001 * rank, num_machines=1, num_steps=65)
+    assert event.name == "decoupled"
+    assert "one machine" in event.why
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from polyrhythm.run.checkpoint.folder import (
     remove_leftovers,
     remove_old,
     step_folder,
+    would_replace_finite,
     write_synced,
 )
 from polyrhythm.run.checkpoint.manifest import (
@@ -184,6 +185,20 @@ def test_remove_old_keeps_newest_and_unreadable(tmp_path: Path) -> None:
     lose_the_manifest(save(tmp_path, 40))
     remove_old(tmp_path, keep=2)
     assert list(list_steps(tmp_path)) == [15, 30, 40]
+
+
+def test_non_finite_checkpoints_never_replace_finite_ones(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, is_finite=True)
+    for step in (40, 50, 60):
+        save(tmp_path, step, is_finite=False)
+        remove_old(tmp_path, keep=2)
+        assert list(list_steps(tmp_path)) == [20, 30, step]
+    with pytest.warns(UserWarning, match="step-00000060: its weights are not finite"):
+        assert latest(tmp_path) == step_folder(tmp_path, 30)
+    assert would_replace_finite(step_folder(tmp_path, 30))
+    assert not would_replace_finite(step_folder(tmp_path, 60))
+    assert not would_replace_finite(step_folder(tmp_path, 70))
 
 
 def with_changes(**more: TensorSpec) -> ModelTable:

@@ -170,7 +170,7 @@ def test_equal_machines_never_switch(
 
 
 @settings(max_examples=10)
-@given(st.integers(2, 12), st.floats(1.5, 4), st.floats(0, 0.05), st.booleans(), seeds)
+@given(st.integers(2, 12), st.floats(2.5, 4), st.floats(0, 0.05), st.booleans(), seeds)
 def test_a_constant_straggler_switches_to_balanced_and_stays(
     number: int, factor: float, noise: float, overlap: bool, seed: int
 ) -> None:
@@ -181,17 +181,43 @@ def test_a_constant_straggler_switches_to_balanced_and_stays(
         exposed=0.1,
         seed=seed,
     )
-    found = run_windows(world, 5)
-    assert sync_modes(found) == [BALANCED] * 5
-    assert "pipeline 1" in found[0].why
+    found = run_windows(world, 6)
+    assert sync_modes(found) == [DECOUPLED] * 2 + [BALANCED] * 4
+    assert "pipeline 1" in found[2].why
     assert found[-1].predicted[BALANCED] < found[-1].predicted[DECOUPLED]
 
 
-@pytest.mark.parametrize("share", [1, 2])
+@settings(max_examples=20)
+@given(st.lists(st.booleans(), min_size=1, max_size=8), seeds)
+def test_a_switch_needs_the_gain_in_three_windows_in_a_row(slow: list[bool], seed: int) -> None:
+    def unit(rng: random.Random, pipeline: int, window: int) -> Seconds:
+        return (3.0 if pipeline == 1 and slow[window] else 1.0) * (1 + rng.uniform(-0.02, 0.02))
+
+    world = VirtualJob(JobShape(shares=(6,) * 4), unit, averaging=0.3, exposed=0.1, seed=seed)
+    found = run_windows(world, len(slow))
+    expected = next((n for n in range(2, len(slow)) if all(slow[n - 2 : n + 1])), None)
+    assert next((n for n, each in enumerate(found) if each.switches), None) == expected
+
+
+@settings(max_examples=10)
+@given(st.floats(0, 0.3), st.floats(0, 6), st.floats(1, 4), seeds)
+def test_one_machine_never_switches(
+    probability: float, stall: float, factor: float, seed: int
+) -> None:
+    stalls = random_stalls(probability, stall)
+
+    def unit(rng: random.Random, pipeline: int, window: int) -> Seconds:
+        return stalls(rng, pipeline, window) * (factor if pipeline == 1 else 1.0)
+
+    world = VirtualJob(JobShape(shares=(2,) * 4, is_one_machine=True), unit, 0.05, seed=seed)
+    assert not any(decision.switches for decision in run_windows(world, 5))
+
+
+@pytest.mark.parametrize(("share", "stall"), [(1, 3), (2, 6)])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_stalls_switch_to_groups(share: int, seed: int) -> None:
+def test_random_stalls_switch_to_groups(share: int, stall: float, seed: int) -> None:
     world = VirtualJob(
-        JobShape(shares=(share,) * 8), random_stalls(0.1, 3), averaging=0.05, seed=seed
+        JobShape(shares=(share,) * 8), random_stalls(0.1, stall), averaging=0.05, seed=seed
     )
     found = sync_modes(run_windows(world, 10))
     assert set(found[4:]) <= set(GROUPS), found
@@ -212,7 +238,7 @@ def test_temporarily_slow_links_switch_to_groups() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_end_of_a_burst_switches_back_to_decoupled(seed: int) -> None:
-    slow, calm = random_stalls(0.1, 3), equal(0.03)
+    slow, calm = random_stalls(0.1, 6), equal(0.03)
 
     def burst(rng: random.Random, pipeline: int, window: int) -> Seconds:
         return (slow if 3 <= window < 13 else calm)(rng, pipeline, window)
@@ -227,7 +253,7 @@ def test_end_of_a_burst_switches_back_to_decoupled(seed: int) -> None:
 def test_recovered_straggler_switches_back_to_decoupled() -> None:
     world = VirtualJob(JobShape(shares=(8,) * 4), one_slow(2, 0.02, until=6), averaging=0.5)
     found = sync_modes(run_windows(world, 12))
-    assert set(found[:6]) == {BALANCED}
+    assert found[:6] == [DECOUPLED] * 2 + [BALANCED] * 4
     assert set(found[8:]) == {DECOUPLED}, found
 
 
@@ -285,7 +311,7 @@ def test_balanced_respects_the_memory_limit() -> None:
     shape = JobShape(shares=(8,) * 4)
     for most, expected in ((9, DECOUPLED), (12, BALANCED)):
         limited = replace(shape, sync_modes=(DECOUPLED, BALANCED), max_microbatches=(most,) * 4)
-        assert sync_modes(run_windows(VirtualJob(limited, one_slow(2, 0.0)), 2)) == [expected] * 2
+        assert run_windows(VirtualJob(limited, one_slow(2, 0.0)), 3)[-1].sync_mode == expected
 
 
 def test_no_switch_with_one_pipeline_or_without_steps() -> None:
@@ -387,10 +413,12 @@ CASES = {
     "calm": Case(EMPTY_SCENARIO, (DECOUPLED,)),
     "one slow": Case(SLOW, (BALANCED,)),
     "setting a": Case(A, (DECOUPLED, *GROUPS)),
-    "setting b": Case(B, GROUPS),
+    "setting b": Case(B, (DECOUPLED,)),  # 16 % less
     "setting b, 16": Case(B, GROUPS, num_pipelines=16, share=2),
     "setting b, stages": Case(B, (DECOUPLED,), num_stages=4, num_pipelines=4, share=8),
-    "setting b, overlap": Case(B, GROUPS, num_stages=4, num_pipelines=4, share=8, overlap=True),
+    "setting b, overlap": Case(
+        B, (DECOUPLED,), num_stages=4, num_pipelines=4, share=8, overlap=True
+    ),
 }
 
 
@@ -405,7 +433,8 @@ def test_predicted_step_times_match_the_simulator(case: str) -> None:
         [StepTiming(step[p], max(step) - step[p], averaging, tried.share, number) for step in steps]
         for p in range(number)
     ]
-    decision = AutoSwitch(tried.shape, num_steps=NUM_STEPS).after_window(times)
+    auto = AutoSwitch(tried.shape, num_steps=NUM_STEPS)
+    decision = [auto.after_window(times) for _ in range(3)][-1]
     simulated = {
         sync_mode: simulate(tried.job(sync_mode), num_steps=NUM_STEPS).step_time
         for sync_mode in decision.predicted

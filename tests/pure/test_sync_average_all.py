@@ -51,8 +51,7 @@ def test_average_all_forms_one_group_then_returns_to_the_policy() -> None:
     finish(scheduler, ready(scheduler, A, B, C)[-1], now=2.0)
     assert request_average_all(scheduler, A, B) == []
     (assign,) = request_average_all(scheduler, C)
-    third = 1 / 3
-    assert assign == Assign(2, 3, (A, B, C), (third, third, third), (0, 0, 0), 10.0, "average_all")
+    assert assign == Assign(2, 3, (A, B, C), (0, 0, 0), 10.0, "average_all")
     assert finish(scheduler, assign) == [Commit(2, (A, B, C), (1, 1, 1))]
     (assign,) = ready(scheduler, A, B, C, clock=2, now=7.0)
     assert assign.why == "all are ready"
@@ -127,7 +126,7 @@ def test_average_all_timeout_is_learned_separately() -> None:
         now += 2.0
         finish(scheduler, ready(scheduler, A, B, clock=clock, now=now)[-1], now=now + 0.1)
     assert ready(scheduler, A, B, clock=20, now=50.0)[-1].timeout == pytest.approx(1.0)
-    finish(scheduler, Assign(20, 0, (A, B), (), (), 0, ""), now=50.0)
+    finish(scheduler, Assign(20, 0, (A, B), (), 0, ""), now=50.0)
     assert request_average_all(scheduler, A, B, clock=20, now=51.0)[-1].timeout == 10.0
 
 
@@ -218,7 +217,7 @@ def test_average_all_aborts_queued_groups() -> None:
     ready(scheduler, C)
     request_average_all(scheduler, B, clock=0, now=2.0)
     assert policy.calls[-3:] == ["done s0p1 s0p2 False", "request s0p2", "ready s0p2"]
-    finish(scheduler, Assign(1, 0, (A, B), (), (), 0, ""), now=3.0)
+    finish(scheduler, Assign(1, 0, (A, B), (), 0, ""), now=3.0)
     assert policy.calls[-2:] == ["done s0p0 s0p1 True", "leave s0p1"]
 
 

@@ -120,7 +120,7 @@ EVENTS: list[Event] = [
     Leave(Worker(1, 2), 3, 4.0),
 ]
 COMMANDS: list[Command] = [
-    Assign(1, 2, (Worker(0, 0), Worker(0, 1)), (0.5, 0.5), (0, 3), float("inf"), "why"),
+    Assign(1, 2, (Worker(0, 0), Worker(0, 1)), (0, 3), float("inf"), "why"),
     Commit(1, (Worker(0, 0),), (3,)),
     Abort(1, (Worker(0, 0),), "reason"),
     Skip(Worker(0, 0), 1, "why", True),

@@ -30,7 +30,7 @@ def test_a_cycle_is_ready_assign_done_commit() -> None:
     scheduler = scheduler_of()
     assert ready(scheduler, A) == []
     (assign,) = ready(scheduler, B)
-    assert assign == Assign(1, 2, (A, B), (0.5, 0.5), (0, 0), 10.0, "all are ready")
+    assert assign == Assign(1, 2, (A, B), (0, 0), 10.0, "all are ready")
     assert scheduler.step(Done(A, 1, True, now=2.0)) == []
     assert scheduler.step(Done(B, 1, True, now=2.5)) == [Commit(1, (A, B), (1, 1))]
     assert ready(scheduler, A, clock=2, now=3.0) == []

@@ -7,7 +7,7 @@ read makes a new one, so that training can continue while the buffer is in fligh
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Literal
 
 import torch
@@ -17,15 +17,21 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.coordinator.sessions import TensorShapes
+from polyrhythm.run.pipeline.loss import divide_by
 
 OptimizerStateMode = Literal["local", "average"]
 
 
 class FlatBuffer:
-    """Tensors that are copied into one flat buffer and back, in place."""
+    """Tensors that are copied into one flat buffer and back, in place.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = [_local(tensor) for tensor in tensors]
+    Each of `states` has tensors of one shape that a training step decays or replaces, such as the
+    moments of one parameter; they follow the `tensors` that a step adds to.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], states: Sequence[Sequence[Tensor]] = ()) -> None:
+        self._num_added, self._num_states = len(tensors), [len(state) for state in states]
+        self._tensors = [_local(tensor) for tensor in chain(tensors, *states)]
         self.dtype = _common_dtype([tensor.dtype for tensor in self._tensors])
         self.size = sum(tensor.numel() for tensor in self._tensors)
 
@@ -41,9 +47,32 @@ class FlatBuffer:
             tensor.copy_(view)
 
     @torch.no_grad()
-    def add(self, delta: Tensor) -> None:
-        for tensor, view in self.views(delta):  # half precision is rounded only once
-            tensor.copy_(tensor + view.to(tensor.device))
+    def apply(self, published: Tensor, mean: Tensor) -> None:
+        """Apply the mean of what `published` was part of to tensors that have changed since.
+
+        Weights: add the difference, since writing the mean would undo an optimizer step. Of state,
+        which decays, the current value holds only a share of the published one: only this share is
+        replaced by the mean's. An average of non-negative state is so never negative.
+        """
+        views = zip(self.views(published), self.views(mean), strict=True)
+        triples = [(tensor, before, after) for (tensor, before), (_, after) in views]
+        for tensor, before, after in triples[: self._num_added]:
+            difference = after - before
+            tensor.copy_(tensor + difference.to(tensor.device))  # half precision: rounded once
+        rest = iter(triples[self._num_added :])
+        for num in self._num_states:
+            state = list(islice(rest, num))
+            for (tensor, _, _), merged in zip(state, merge_state(state), strict=True):
+                tensor.copy_(merged)
+
+    def merge(self, flat: Tensor, published: Tensor, mean: Tensor) -> Tensor:
+        """Return `flat`, which was read later than `published`, with the mean applied to it."""
+        merged = flat.clone()
+        views = iter([view for _, view in self.views(merged)])
+        tensors = list(islice(views, self._num_added))
+        states = [list(islice(views, num)) for num in self._num_states]
+        FlatBuffer(tensors, states).apply(published, mean)
+        return merged
 
     def views(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each tensor with its view into `flat`."""
@@ -62,6 +91,7 @@ class ReplicaState:
     decoupled: bool = False  # averages arrive during the forward
     order: list[int] = field(default_factory=list, init=False)  # of tensors in the buffer
     _trainable: list[nn.Parameter] = field(init=False)
+    _last_flat: FlatBuffer = field(init=False)
 
     def __post_init__(self) -> None:
         if self.state not in ("local", "average"):
@@ -87,12 +117,20 @@ class ReplicaState:
                 expected="the same trainable parameters throughout",
                 fix="create a new GroupSync when parameters are frozen or unfrozen",
             )
-        tensors = self.averaged_tensors()
-        if self.order:
+        tensors, states = self.averaged_tensors(), list[list[Tensor]]()
+        if self.order:  # averages arrive in the forward: none is applied later
             tensors = [tensors[number] for number in self.order]
+        else:
+            num = len(self._trainable)
+            tensors, states = tensors[:num], [[statistics] for statistics in tensors[num:]]
         if self.state == "average":
-            tensors += optimizer_state(self.optimizer, self._trainable)
-        return FlatBuffer(tensors)
+            states += optimizer_state(self.optimizer, self._trainable)
+        self._last_flat = FlatBuffer(tensors, states)
+        return self._last_flat
+
+    def merge(self, flat: Tensor, published: Tensor, mean: Tensor) -> Tensor:
+        """Return `flat` with an average of an earlier buffer applied; safe in another thread."""
+        return self._last_flat.merge(flat, published, mean)
 
     def averaged_tensors(self) -> list[Tensor]:
         """Return the weights, then the running statistics."""
@@ -134,23 +172,28 @@ class GradientBuffer:
 
     module: nn.Module
 
-    def read(self) -> Tensor:
-        """Return gradients, running statistics, and per parameter a 1 if it has a gradient."""
+    def read(self, divisor: float = 1.0) -> Tensor:
+        """Return gradients, running statistics, per parameter a 1 if it has a gradient, `divisor`.
+
+        In half precision the divisor is as exact as the gradients are.
+        """
         parameters = trainable_parameters(self.module)
         flat = FlatBuffer([*self._gradients(parameters), *running_statistics(self.module)]).read()
-        has_grad = [p.grad is not None for p in parameters]
-        return torch.cat([flat, torch.tensor(has_grad, dtype=flat.dtype, device="cpu")])
+        rest = [*(float(p.grad is not None) for p in parameters), divisor]
+        return torch.cat([flat, torch.tensor(rest, dtype=flat.dtype, device="cpu")])
 
     @torch.no_grad()
-    def write(self, flat: Tensor, factor: float = 1.0) -> None:
-        """Write back the average of what `read` returned; scale gradients by `factor`."""
+    def write(self, flat: Tensor, *, divides: bool) -> None:
+        """Write back the average of what `read` returned; divide gradients by the divisor."""
         parameters = trainable_parameters(self.module)
+        flat, divisor = flat[:-1], float(flat[-1].real)
         any_has_grad = flat[-len(parameters) :].real > 0
         for parameter, has in zip(parameters, any_has_grad.tolist(), strict=True):
             if has and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         flat = flat[: -len(parameters)]
-        flat[: sum(_local(p).numel() for p in parameters)] *= factor
+        if divides and abs(divisor - 1) > torch.finfo(flat.dtype).eps:
+            divide_by(divisor, [flat[: sum(_local(p).numel() for p in parameters)]])
         gradients = self._gradients(parameters)  # a missing one is a zero that is thrown away
         FlatBuffer([*gradients, *running_statistics(self.module)]).write(flat)
 
@@ -175,20 +218,65 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in buffers if buffer.is_floating_point()]
 
 
-def optimizer_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return the optimizer's tensors of each parameter's shape, such as momentum.
+def optimizer_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> list[list[Tensor]]:
+    """Return the optimizer's tensors of each parameter's shape, such as momentum, by parameter.
 
-    All workers need the same list: a missing tensor is a zero that is thrown away.
+    All workers need the same lists: a missing tensor is a zero that is thrown away.
     """
     states = [(p, optimizer.state.get(p, {})) for p in parameters]
-    keys = sorted(
-        {key for p, state in states for key, value in state.items() if _is_like(value, p)}
-    )
-    return [
-        state[key] if _is_like(state.get(key), p) else torch.zeros_like(p)
+    dtypes = {
+        key: value.dtype
         for p, state in states
-        for key in keys
+        for key, value in state.items()
+        if _is_like(value, p)
+    }
+    for key, dtype in dtypes.items():
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise PolicyError(
+                f"the state {key!r} of {type(optimizer).__name__} holds {dtype}",
+                expected="floating-point state: codes, masks and counts have no mean",
+                fix='use GroupSync(..., state="local")',
+            )
+    keys = sorted(dtypes)
+    return [
+        [state[key] if _is_like(state.get(key), p) else torch.zeros_like(p) for key in keys]
+        for p, state in states
     ]
+
+
+def merge_state(state: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    """Replace what the current state still holds of the published one by as much of the mean.
+
+    `state` has the current, the published and the mean tensor of each kind, such as Adam's two
+    moments. Names and decays of an optimizer are unknown, so the share is measured. Of an element
+    that is never negative it is at most current / published, exact if it has only decayed; signed
+    tensors such as momentum take at most the same share of each element, so that a step from Adam's
+    first moment stays in proportion to its second, and at most their projection on the published
+    tensor: a difference that they have forgotten would otherwise add up from average to average.
+    """
+    wide = [tuple(_to_real(tensor) for tensor in triple) for triple in state]
+    share = torch.ones(())
+    is_signed = [any(bool((tensor < 0).any()) for tensor in triple) for triple in wide]
+    for (current, published, _), signed in zip(wide, is_signed, strict=True):
+        if not signed:
+            share = torch.minimum(share, torch.where(published > 0, current / published, 1.0))
+    merged = []
+    for (current, published, mean), signed in zip(wide, is_signed, strict=True):
+        kept = share
+        if signed and (square := published.square().sum()) > 0:
+            kept = share.clamp_max(((current * published).sum() / square).clamp(0.0, 1.0))
+        rest = current - kept * published
+        merged.append((rest if signed else rest.clamp_min(0.0)) + kept * mean)
+    return [
+        torch.view_as_complex(tensor) if current.is_complex() else tensor
+        for tensor, (current, _, _) in zip(merged, state, strict=True)
+    ]
+
+
+def _to_real(tensor: Tensor) -> Tensor:
+    """Return real numbers, wide enough for squares of moments; a complex one is two."""
+    wide = tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
+    return torch.view_as_real(wide) if wide.is_complex() else wide
 
 
 def _is_like(value: object, parameter: Tensor) -> bool:

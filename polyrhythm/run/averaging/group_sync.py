@@ -127,6 +127,7 @@ class GroupSync:
             setup,
             overlap=overlap,
             decoupled=decoupled,
+            state=state,
             outer=outer,
             coordinator=coordinator,
             keys=keys,
@@ -168,10 +169,8 @@ class GroupSync:
         rendezvous.wait_for_all(node)
         rendezvous.check_same_shapes(self._model.shape())
         rendezvous.broadcast_initial_state(self._model.all_tensors())
-        setup = rendezvous.setup
-        if isinstance(optimizer, ReducedVarianceAdamW) and _averages_models_at_each_step(setup):
-            # Not the size of a group: within a few steps an update reaches all replicas.
-            optimizer.num_averaged = float(setup.num_pipelines)
+        if isinstance(optimizer, ReducedVarianceAdamW):
+            optimizer.set_synced(_num_averaged(rendezvous.setup))
 
     refresh = RenamedAttribute("apply_pending()")
     averaged = RenamedAttribute("pop_stats()")
@@ -267,6 +266,8 @@ class GroupSync:
 
     def close(self) -> None:
         """Leave the job; the others continue. The coordinator's host waits until they leave."""
+        if isinstance(optimizer := self._model.optimizer, ReducedVarianceAdamW):
+            optimizer.set_synced(None)
         if self._finalizer.detach() is not None:
             self._strategy.close(graceful=True)
         if self._own_log is not None:
@@ -351,10 +352,9 @@ def _make_strategy(
     if mode.has_server:
         return ServerAveraging(model, client, rendezvous)
     if mode.balances_microbatches:
-        later_stage = None if pipeline is None or pipeline.is_first else pipeline
-        return BalancedGradientAveraging(model, client, setup.num_pipelines, later_stage)
+        return BalancedGradientAveraging(model, client, setup.num_pipelines, pipeline)
     if mode.averages == "gradients":
-        return GradientAveraging(model, client)
+        return GradientAveraging(model, client, pipeline)
     if model.decoupled:
         return DecoupledModelAveraging(model, client, rendezvous)
     if mode.has_outer_optimizer and outer is None:
@@ -362,8 +362,13 @@ def _make_strategy(
     return ModelAveraging(model, client, setup, overlap=overlap, outer=outer)
 
 
-def _averages_models_at_each_step(setup: Setup) -> bool:
-    return setup.steps_between == 1 and setup.mode.averages == "model"
+def _num_averaged(setup: Setup) -> float | None:
+    """Return the number of updates in an average after each step; None if the user chooses it."""
+    if setup.mode.averages == "gradients":
+        return 1.0  # they were averaged before the step
+    # Not the size of a group: within a few steps an update reaches all replicas.
+    at_each_step = setup.mode.averages == "model" and setup.steps_between == 1
+    return float(setup.num_pipelines) if at_each_step else None
 
 
 def _check_model(module: nn.Module, optimizer: Optimizer) -> None:
@@ -420,11 +425,18 @@ def _check_options(
     *,
     overlap: bool,
     decoupled: bool,
+    state: OptimizerStateMode,
     outer: OuterNesterov | None,
     coordinator: str | None,
     keys: object,
 ) -> None:
     _check_overlap(setup, overlap, decoupled)
+    if state == "average" and setup.mode.has_server:
+        raise PolicyError(
+            f'state="average" under {setup.policy}',
+            expected="a policy that averages models: the parameter server holds weights only",
+            fix='use state="local", or another policy, such as adaptive',
+        )
     if decoupled:
         _check_decoupled(setup)
     if outer is not None and not setup.mode.has_outer_optimizer:

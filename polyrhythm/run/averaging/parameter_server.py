@@ -1,9 +1,11 @@
 """A parameter server: one process holds the model; workers push to it, and pull from it.
 
 The baseline that group averaging is compared with. A worker pushes the change of its weights since
-its last pull; the server adds 1 / number of workers of it, one push at a time. The scheduler
-decides which worker may continue (`sync/policies/ssp.py`). The server is a process of the job in
-addition to the workers, best on a host of its own:
+its last pull; the server adds 1 / number of workers of it, one push at a time. Running statistics
+decay, so the sum of their changes could make a variance negative: a worker pushes them as they are,
+and the server moves its own towards them by 1 / number of workers. The scheduler decides which
+worker may continue (`sync/policies/ssp.py`). The server is a process of the job in addition to the
+workers, best on a host of its own:
 
     if rank == num_workers:
         pr.ParameterServer(num_pipelines=num_workers).serve()
@@ -50,14 +52,15 @@ class ParameterServerClient:
         )
         self._connections.connect([self._server], "server", timeout=rendezvous.timeout)
 
-    def init(self, weights: Tensor) -> None:
-        self._send_header(_Operation.INIT, weights)
-        self._send(weights)
+    def init(self, flat: Tensor, num_weights: int) -> None:
+        """Send the initial weights, followed by statistics."""
+        self._send_header(_Operation.INIT, flat, num_weights)
+        self._send(flat)
 
-    def push(self, delta: Tensor) -> None:
-        """Return when the server has added `delta`: every later pull includes it."""
-        self._send_header(_Operation.PUSH, delta)
-        self._send(delta)
+    def push(self, update: Tensor) -> None:
+        """Push changes of weights, then statistics; return when every later pull has them."""
+        self._send_header(_Operation.PUSH, update)
+        self._send(update)
         with peer_errors("the parameter server", "waiting for the reply to a push"):
             self._connections.receive(self._server, torch.empty(1), tag=_WEIGHTS_TAG).wait(
                 self._timeout
@@ -78,8 +81,9 @@ class ParameterServerClient:
         finally:
             self._connections.close()
 
-    def _send_header(self, operation: _Operation, buffer: Tensor) -> None:
-        header = torch.tensor([operation, buffer.numel(), _DTYPES.index(buffer.dtype)])
+    def _send_header(self, operation: _Operation, buffer: Tensor, num_weights: int = 0) -> None:
+        numbers = [operation, buffer.numel(), _DTYPES.index(buffer.dtype), num_weights]
+        header = torch.tensor(numbers)
         with peer_errors("the parameter server", f"requesting {operation.name.lower()}"):
             self._connections.send(self._server, header, tag=_OPERATION_TAG).wait(self._timeout)
 
@@ -90,26 +94,32 @@ class ParameterServerClient:
 
 @dataclass(slots=True)
 class _StageWeights:
-    """The weights of a stage, at least in float32: half precision would round small pushes away."""
+    """The weights of a stage, then its statistics; at least in float32.
+
+    Half precision would round small pushes away.
+    """
 
     num_pipelines: int
     lock: threading.Lock = field(default_factory=threading.Lock)
-    weights: Tensor | None = None
+    flat: Tensor | None = None
+    num_weights: int = 0
 
-    def init(self, weights: Tensor) -> None:
+    def init(self, flat: Tensor, num_weights: int) -> None:
         with self.lock:
-            if self.weights is None:  # all workers send the same
-                self.weights = _to_wide(weights)
+            if self.flat is None:  # all workers send the same
+                self.flat, self.num_weights = _to_wide(flat), num_weights
 
-    def push(self, delta: Tensor) -> None:
+    def push(self, update: Tensor) -> None:
         with self.lock:
-            assert self.weights is not None, "a worker sends INIT before it pushes"
-            self.weights += _to_wide(delta) / self.num_pipelines
+            assert self.flat is not None, "a worker sends INIT before it pushes"
+            wide = _to_wide(update)
+            wide[self.num_weights :] -= self.flat[self.num_weights :]
+            self.flat += wide / self.num_pipelines
 
     def pull(self, dtype: torch.dtype) -> Tensor:
         with self.lock:
-            assert self.weights is not None, "a worker sends INIT before it pulls"
-            return self.weights.to(dtype, copy=True)
+            assert self.flat is not None, "a worker sends INIT before it pulls"
+            return self.flat.to(dtype, copy=True)
 
 
 def _to_wide(tensor: Tensor) -> Tensor:
@@ -171,7 +181,7 @@ class ParameterServer:
     def _answer(self, connections: PeerConnections, peer: Peer) -> bool:
         """Handle a worker's next request; False when it leaves."""
         stage, timeout = self._weights[peer.worker.stage], timedelta(seconds=self._timeout)
-        header = torch.empty(3, dtype=torch.int64)
+        header = torch.empty(4, dtype=torch.int64)
         with peer_errors(peer.worker, "waiting for its next request"):
             connections.receive(peer, header, tag=_OPERATION_TAG).wait(timeout)
         operation, size, dtype = _Operation(int(header[0])), int(header[1]), _DTYPES[int(header[2])]
@@ -184,7 +194,7 @@ class ParameterServer:
             buffer = torch.empty(size, dtype=dtype)
             connections.receive(peer, buffer, tag=_WEIGHTS_TAG).wait(timeout)
             if operation is _Operation.INIT:
-                stage.init(buffer)
+                stage.init(buffer, int(header[3]))
             else:
                 stage.push(buffer)
                 connections.send(peer, torch.empty(1), tag=_WEIGHTS_TAG).wait(timeout)

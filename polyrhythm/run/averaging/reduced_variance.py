@@ -11,10 +11,11 @@ g and g^2 after t steps, both from zero, and m the usual first moment:
     step = lr * m / (1 - b1^t) / (sqrt(v_s) + eps)     after weight decay
 
 `num_averaged` is n, the effective number of workers: 1 / sum of w^2 for an average with weights w.
-The moments do not depend on it, so it may change. GroupSync sets it to the number of replicas if
-models are averaged at each step: a group is smaller, but what moves the mean of all models is the
-mean of all updates. With 1 this is AdamW, as it must be where the gradients themselves have been
-averaged before the step.
+The moments do not depend on it, so it may change. An open GroupSync sets it to the number of
+replicas if models are averaged at each step: a group is smaller, but what moves the mean of all
+models is the mean of all updates. With 1 this is AdamW, as it must be where the gradients
+themselves have been averaged before the step. It is a fact of the sync mode, so it ends with the
+GroupSync, and a checkpoint has the value without it.
 
 Accuracy: mh^2 contains some of the noise too, so the expectation of v_s is mean^2 + variance / n
 + S * variance * (1 - 1/n), where S = (1 - b2) (1 + b2^t) / ((1 + b2) (1 - b2^t)) is the sum of the
@@ -46,6 +47,8 @@ from polyrhythm.errors import UserError
 class ReducedVarianceAdamW(Optimizer):
     """`torch.optim.AdamW` with the gradient noise of an average over `num_averaged` workers."""
 
+    _num_synced: float | None = None  # of an open GroupSync; not in state_dict
+
     def __init__(
         self,
         params: ParamsT,
@@ -62,13 +65,21 @@ class ReducedVarianceAdamW(Optimizer):
     @property
     def num_averaged(self) -> float:
         """Effective number of workers in the average of weights after the next step."""
-        return self.param_groups[0]["num_averaged"]
+        return self._number_for(self.param_groups[0])
 
     @num_averaged.setter
     def num_averaged(self, number: float) -> None:
         _check_num_averaged(number)
+        self._num_synced = None
         for group in self.param_groups:
             group["num_averaged"] = number
+
+    def set_synced(self, number: float | None) -> None:
+        """Use `number` in the place of the groups' `num_averaged`, until it is None again."""
+        self._num_synced = number
+
+    def _number_for(self, group: dict[str, Any]) -> float:
+        return float(group["num_averaged"] if self._num_synced is None else self._num_synced)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_options(self.defaults | param_group)
@@ -122,12 +133,12 @@ class ReducedVarianceAdamW(Optimizer):
         _scale(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
 
-        corrections = [1 - beta2**t for t in steps]
-        if group["num_averaged"] == 1:  # in the order of AdamW, for bit-identical results
+        corrections, number = [1 - beta2**t for t in steps], self._number_for(group)
+        if number == 1:  # in the order of AdamW, for bit-identical results
             roots = list(torch._foreach_sqrt(squares))
             torch._foreach_div_(roots, [c**0.5 for c in corrections])
         else:
-            roots = _second_moments(slow_averages, squares, corrections, group["num_averaged"])
+            roots = _second_moments(slow_averages, squares, corrections, number)
             torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
         torch._foreach_addcdiv_(params, averages, roots, [-lr / (1 - beta1**t) for t in steps])

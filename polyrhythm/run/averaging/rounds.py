@@ -5,6 +5,7 @@ commands: on Assign it exchanges with the other members, out of place, and sends
 mean becomes valid; on Abort nothing has changed. Training waits for the result, or continues and
 applies it at the end of the next step: it then adds the difference to the current weights
 (x += mean - published). Differences of a group sum to zero, so the mean of all weights is kept.
+State that decays is treated otherwise (`buffers.merge_state`).
 
 A split all-reduce (`split_all_reduce.py`) is valid at Commit as well, when each member has its own
 shard of the mean. Training continues, and the thread all-gathers the shards of the others.
@@ -76,10 +77,6 @@ class AverageResult:
     value: Tensor
     streaming_buffer: StreamingBuffer | None = None  # fills `value`, if the all-gather still runs
 
-    @property
-    def difference(self) -> Tensor:
-        return self.value - self.published
-
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
@@ -99,6 +96,8 @@ class Averager:
     The coordinator's client calls `on_command` and `fail`, training calls the rest.
     `answers_while_computing`: exchange on every Assign, else only once training has published.
     `decoupled`: reduce-scatter before the Commit and all-gather after it, except in `average_all`.
+    `averages_alone`: a group of one is an average, too. `merge` applies the mean of an earlier
+    buffer (second argument) to a later one.
     """
 
     def __init__(
@@ -108,9 +107,12 @@ class Averager:
         *,
         answers_while_computing: bool,
         decoupled: bool,
+        averages_alone: bool,
+        merge: Callable[[Tensor, Tensor, Tensor], Tensor],
         log: EventLog | None,
     ) -> None:
         self._connections, self._send, self._log = connections, send, log
+        self._averages_alone, self._merge = averages_alone, merge
         self._answers_while_computing, self._decoupled = answers_while_computing, decoupled
         self._commands: SimpleQueue[ToWorker | None] = SimpleQueue()
         self._changed = threading.Condition()
@@ -247,8 +249,11 @@ class Averager:
             self._abort(command)
         elif isinstance(command, Skip):
             with self._changed:
-                if command.failed and command.clock == self._clock:
-                    self._skip_reason = command.why
+                if command.clock == self._clock:
+                    if command.failed:
+                        self._skip_reason = command.why
+                    elif self._averages_alone and self._published is not None:
+                        self._value = self._published.view_as(self._published)  # a new result
                 self._end_step(command.clock)
         elif isinstance(command, CopyFrom):
             self.fail(
@@ -294,7 +299,8 @@ class Averager:
         def should_stop() -> bool:
             return assign.gid in self._aborted or self._error is not None
 
-        gid, weights, start = assign.gid, assign.weights, time.perf_counter()
+        gid, start = assign.gid, time.perf_counter()
+        weights = [1 / len(members)] * len(members)
         split: SplitAllReduce | None = None
         try:
             self._connections.connect(
@@ -337,7 +343,7 @@ class Averager:
             else:  # training has published again since the exchange started
                 assert self._value is not None, "a buffer was exchanged"
                 assert done.split is None, "training waits for the reduce-scatter"
-                self._value = self._value + (done.mean - done.published)
+                self._value = self._merge(self._value, done.published, done.mean)
             self._end_step(commit.end_clocks[commit.members.index(self._connections.me.worker)])
         if done.split is not None:
             self._all_gather(done, done.split)
@@ -418,6 +424,8 @@ class GroupClient:
                 self._send,
                 answers_while_computing=rendezvous.setup.mode.answers_while_computing,
                 decoupled=model.decoupled,
+                averages_alone=rendezvous.setup.mode.has_outer_optimizer,
+                merge=model.merge,
                 log=log,
             )
             undo.callback(self._averager.close)

@@ -8,11 +8,13 @@ gradients, so that all assign the same micro-batches.
 The others average models at the end of steps: in groups of the scheduler, by a fixed rule, or on a
 server. If training waits for the average, all members of a group continue from exact copies. With
 `overlap` training continues at once, and at the end of the next step adds the difference to the
-current weights; a group then has a whole step to form, and its window costs no time. A step of
-several micro-batches may apply the average sooner, between two of them: the remaining gradients are
-then those of the averaged model. With `decoupled` the next forward all-gathers the average.
+current weights (and applies it to state as far as the state still holds what was published); a
+group then has a whole step to form, and its window costs no time. A step of several micro-batches
+may apply the average sooner, between two of them: the remaining gradients are then those of the
+averaged model. With `decoupled` the next forward all-gathers the average.
 
-`local` uses the mean of the models as a direction, in which an outer optimizer makes one step.
+`local` uses the mean of the models as a direction, in which an outer optimizer makes one step; a
+worker that is alone takes its own model as the mean.
 """
 
 import contextlib
@@ -43,10 +45,12 @@ _FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average after training has 
 
 
 class GradientAveraging:
-    def __init__(self, model: ReplicaState, client: GroupClient) -> None:
+    def __init__(self, model: ReplicaState, client: GroupClient, pipeline: Pipeline | None) -> None:
         self.num_steps = 0
-        self._model, self._client = model, client
+        self._model, self._client, self._pipeline = model, client, pipeline
         self._gradients = GradientBuffer(model.module)
+        if pipeline is not None:
+            pipeline.defer_division(True)  # by the labels of all pipelines
         self._is_averaged = False  # the user called average_gradients() before optimizer.step()
         self._hook = model.optimizer.register_step_pre_hook(self._before_update)
 
@@ -65,6 +69,8 @@ class GradientAveraging:
             self._model.flat().write(result.value)
 
     def close(self, *, graceful: bool) -> None:
+        if self._pipeline is not None:
+            self._pipeline.defer_division(False)
         self._hook.remove()
         self._client.close(graceful=graceful)
 
@@ -74,9 +80,16 @@ class GradientAveraging:
         self._is_averaged = False
 
     def _average(self) -> None:
-        mean = self._mean(self._gradients.read())
-        if mean is not None:
-            self._gradients.write(mean)
+        divisor = self._pop_divisor()
+        flat = self._gradients.read(divisor or 0.0)
+        mean = self._mean(flat)
+        if mean is not None or divisor is not None:
+            self._gradients.write(flat if mean is None else mean, divides=divisor is not None)
+
+    def _pop_divisor(self) -> float | None:
+        """Return the divisor of this pipeline's gradients; None if labels are not counted."""
+        divisor = None if self._pipeline is None else self._pipeline.pop_divisor()
+        return None if divisor is None else float(divisor)
 
     def _mean(self, flat: Tensor) -> Tensor | None:
         """Return the mean of `flat`, or None if this worker is the only one."""
@@ -94,9 +107,8 @@ class BalancedGradientAveraging(GradientAveraging):
         num_pipelines: int,
         pipeline: Pipeline | None,
     ) -> None:
-        """`pipeline`: set on stages after the first, to count the micro-batches they were sent."""
-        super().__init__(model, client)
-        self._pipeline = pipeline
+        super().__init__(model, client, pipeline)
+        self._is_later_stage = pipeline is not None and not pipeline.is_first
         self._index = client.me.worker.pipeline
         self._workers = [Worker(client.me.worker.stage, p) for p in range(num_pipelines)]
         self._present = self._workers
@@ -105,7 +117,7 @@ class BalancedGradientAveraging(GradientAveraging):
         self._step_start: Seconds = 0.0
 
     def share(self, num_microbatches: int) -> range:
-        if self._pipeline is not None:
+        if self._is_later_stage:
             raise PolicyError(
                 f"a share for {self._workers[self._index]}",
                 expected="share() on the first stage, which sends the batches to the others",
@@ -120,7 +132,7 @@ class BalancedGradientAveraging(GradientAveraging):
 
     def _average(self) -> None:
         elapsed = time.perf_counter() - self._step_start
-        if self._pipeline is not None:
+        if self._pipeline is not None and self._is_later_stage:
             self._count = len(self._pipeline.sizes)
         elif self._balancer is None or self._count == 0:
             raise PolicyError(
@@ -131,13 +143,14 @@ class BalancedGradientAveraging(GradientAveraging):
         # One column per worker: number of micro-batches, and seconds per micro-batch.
         stats = torch.zeros(2, len(self._workers), device="cpu")
         stats[0, self._index], stats[1, self._index] = self._count, elapsed / self._count
-        gradients = self._gradients.read()
+        divisor = self._pop_divisor()
+        gradients = self._gradients.read(self._count if divisor is None else divisor)
         flat = torch.cat([gradients, stats.flatten().to(gradients.dtype)])
         mean = self._mean(flat)
         if mean is None:  # there is no other worker
             mean = flat
         gradients, mean_stats = mean[: gradients.numel()], mean[gradients.numel() :].view_as(stats)
-        self._gradients.write(gradients, factor=1 / mean_stats[0].float().sum().item())
+        self._gradients.write(gradients, divides=True)
         if self._balancer is not None:
             self._update_speeds(mean_stats, self._balancer)
         self._count = 0
@@ -179,7 +192,6 @@ class ModelAveraging:
         self._request_group()
 
     def apply_pending(self) -> None:
-        """Add the difference instead of writing the mean, which would undo an optimizer step."""
         self._apply(self._client.pop_result())
 
     def average_all(self) -> None:
@@ -212,7 +224,7 @@ class ModelAveraging:
         if result.published is unchanged:
             self._model.flat().write(result.value)
         else:
-            self._model.flat().add(result.difference)
+            self._model.flat().apply(result.published, result.value)
 
 
 class _OuterOptimizer:
@@ -420,7 +432,7 @@ class ServerAveraging:
         self._model, self._client = model, client
         self._server = ParameterServerClient(rendezvous)
         self._pulled = model.flat().read()
-        self._server.init(self._pulled)
+        self._server.init(self._pulled, model.num_weights)
 
     def step(self) -> None:
         self.num_steps += 1
@@ -438,7 +450,9 @@ class ServerAveraging:
     def _push_pull(self, wait: Callable[[Tensor], object]) -> None:
         flat = self._model.flat()
         weights = flat.read()
-        self._server.push(weights - self._pulled)
+        update = weights.clone()  # changes of weights, then statistics as they are
+        update[: self._model.num_weights] -= self._pulled[: self._model.num_weights]
+        self._server.push(update)
         wait(weights)
         self._pulled = self._server.pull(weights)
         flat.write(self._pulled)

@@ -77,9 +77,10 @@ class Checkpointer:
         """`process_group`: the stages in order, or their ranks; by default the whole job.
 
         All must see the same `folder`. `tied` is the `ModelPartition`'s: parameters that other
-        stages hold, too. After a save the newest `keep_last` are kept. `timeout` bounds the wait of
-        a save for another stage, including the other stage's writing. `name` is unique among the
-        Checkpointers that are open at the same time.
+        stages hold, too. After a save the newest `keep_last` with finite weights are kept, and the
+        newest of the others. `timeout` bounds the wait of a save for another stage, including the
+        other stage's writing. `name` is unique among the Checkpointers that are open at the same
+        time.
         """
         if keep_last < 1 or timeout <= 0:
             raise CheckpointError(
@@ -158,6 +159,7 @@ class Checkpointer:
             step=step,
             tensors=self._staging.copy_to_host(tensors),
             model=model.table,
+            trained=model.trained,
             optimizer=table,
             extra=as_json(extra, "extra"),
             run_info=as_json(run_info, "run_info"),
@@ -179,15 +181,15 @@ class Checkpointer:
         return self._outcome
 
     def latest(self) -> Path | None:
-        """Find the newest complete checkpoint; warn of damaged ones. All stages call it.
+        """Find the newest complete checkpoint with finite weights; warn of those skipped.
 
-        Every file is read, each by one of the stages.
+        All stages call it. Every file is read, each by one of the stages.
         """
         self._check_open()
         name = self._next_round()
         listed = self._store.run_on_leader(
             name,
-            lambda: [path.name for path, _ in folders.candidates(self.folder)],
+            lambda: [path.name for path, _ in folders.restorable(self.folder)],
             self._members,
         )
         for each in listed:

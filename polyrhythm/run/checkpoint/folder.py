@@ -48,8 +48,11 @@ def list_steps(folder: Path) -> dict[int, Path]:
 
 
 def latest(folder: Path | str) -> Path | None:
-    """Find the newest complete checkpoint by reading every file; warn of damaged ones."""
-    for path, manifest in candidates(Path(folder)):
+    """Find the newest complete checkpoint with finite weights; warn of those skipped.
+
+    Every file is read.
+    """
+    for path, manifest in restorable(Path(folder)):
         problem = find_damage(path, manifest.files)
         if problem is None:
             return path
@@ -93,6 +96,23 @@ def candidates(folder: Path, *, should_warn: bool = True) -> list[tuple[Path, Ma
     return sorted(found, key=lambda each: (each[1].serial, each[1].step), reverse=True)
 
 
+def restorable(folder: Path) -> list[tuple[Path, Manifest]]:
+    """Return the candidates without those whose weights are not finite; warn of these."""
+    found = candidates(folder)
+    for path, manifest in found:
+        if manifest.is_finite is False:
+            warnings.warn(f"checkpoint skipped: {path}: its weights are not finite", stacklevel=3)
+    return [each for each in found if each[1].is_finite is not False]
+
+
+def would_replace_finite(target: Path) -> bool:
+    """Whether a checkpoint of the same step has finite weights, as far as known."""
+    try:
+        return target.exists() and read_manifest(target).is_finite is not False
+    except CheckpointError:
+        return False
+
+
 def next_serial(folder: Path) -> int:
     newest = candidates(folder, should_warn=False)[:1]
     return 1 + max((manifest.serial for _, manifest in newest), default=0)
@@ -129,8 +149,14 @@ def complete(partial: Path, target: Path) -> None:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep`; unreadable ones stay, for the user to inspect."""
-    for path, manifest in reversed(candidates(folder, should_warn=False)[keep:]):
+    """Remove all but the newest `keep` with finite weights, and the newest of the others.
+
+    Unreadable ones stay, for the user to inspect.
+    """
+    found = candidates(folder, should_warn=False)
+    finite = [each for each in found if each[1].is_finite is not False]
+    not_finite = [each for each in found if each[1].is_finite is False]
+    for path, manifest in reversed(finite[keep:] + not_finite[1:]):
         _remove(path, step_folder(folder, manifest.step))
 
 

@@ -85,6 +85,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     run_info: dict[str, Any]  # the run's plan and the configuration of its model
     fingerprint: str  # of the model
     files: dict[str, File]
+    is_finite: bool | None = None  # all trained parameters; None: saved by an earlier version
 
 
 def merge_tables(tables: Sequence[ModelTable]) -> ModelTable:

@@ -8,6 +8,7 @@ a failed save once no stage writes in it any more.
 
 import contextlib
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.checkpoint.encoding import Tensors, write_tensors
@@ -26,6 +28,7 @@ from polyrhythm.run.checkpoint.folder import (
     remove_leftovers,
     remove_old,
     step_folder,
+    would_replace_finite,
     write_synced,
 )
 from polyrhythm.run.checkpoint.manifest import (
@@ -42,6 +45,7 @@ from polyrhythm.run.comm.store import JobStore, Members
 
 SAVED = "saved"  # the decision; any other text is the reason of the failure
 STAGE_FILE = "stage-{}.safetensors".format
+_PART_SIZE = 1 << 15  # elements: torch's smallest work for several threads
 
 
 class StagePart(msgspec.Struct, frozen=True):
@@ -50,6 +54,7 @@ class StagePart(msgspec.Struct, frozen=True):
     file: File
     model: ModelTable
     optimizer: OptimizerTable | None
+    is_finite: bool  # all trained parameters
 
 
 _Report = StagePart | str  # or the reason of a failure
@@ -78,6 +83,7 @@ class StageSnapshot:
     step: int
     tensors: Tensors  # by their names in the files
     model: ModelTable
+    trained: frozenset[str]  # names of the tensors that training must keep finite
     optimizer: OptimizerTable | None
     extra: dict[str, Any]
     run_info: dict[str, Any]
@@ -159,6 +165,7 @@ def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
             _delete_past_rounds(snapshot, context)
             parts = [report for report in reports if isinstance(report, StagePart)]
             _write_manifest(partial, snapshot, parts, next_serial(context.folder))
+            decided = _check_weights(snapshot, parts, context)
         decided = store.set_once(f"{snapshot.name}/decision", decided, members)
         if decided == SAVED:
             complete(partial, step_folder(context.folder, snapshot.step))
@@ -179,9 +186,39 @@ def _write(snapshot: StageSnapshot, context: SaveContext) -> _Report:
         if snapshot.optimizer_state_fn is not None:
             state, optimizer = snapshot.optimizer_state_fn()
             tensors = tensors | state
-        return StagePart(write_tensors(path, tensors), snapshot.model, optimizer)
+        is_finite = all(_is_finite(snapshot.tensors.get(name)) for name in snapshot.trained)
+        return StagePart(write_tensors(path, tensors), snapshot.model, optimizer, is_finite)
     except Exception as error:
         return f"stage {context.stage}: {summarize_error(error)}"
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    """Check a copy in CPU memory; in small parts, for which torch starts no further threads."""
+    if (
+        tensor is None
+        or tensor.dtype.itemsize < 2
+        or not (tensor.is_floating_point() or tensor.is_complex())
+    ):
+        return True  # another stage saves it, or its type has no such value
+    return all(bool(part.isfinite().all()) for part in tensor.flatten().split(_PART_SIZE))
+
+
+def _check_weights(
+    snapshot: StageSnapshot, parts: Sequence[StagePart], context: SaveContext
+) -> str:
+    """Return SAVED, or why a checkpoint with non-finite weights is not saved; warn of it."""
+    stages = [str(stage) for stage, part in enumerate(parts) if not part.is_finite]
+    if not stages:
+        return SAVED
+    problem = f"the weights of stage {', '.join(stages)} are not finite"
+    if would_replace_finite(step_folder(context.folder, snapshot.step)):
+        return f"{problem}, and it would replace a checkpoint of the same step"
+    warnings.warn(
+        f"checkpoint of step {snapshot.step}: {problem}; restore() skips it, and the newest finite "
+        "ones are kept",
+        stacklevel=1,
+    )
+    return SAVED
 
 
 def _delete_past_rounds(snapshot: StageSnapshot, context: SaveContext) -> None:
@@ -210,6 +247,7 @@ def _write_manifest(
         run_info=snapshot.run_info,
         fingerprint=model.fingerprint,
         files={STAGE_FILE(stage): part.file for stage, part in enumerate(parts)},
+        is_finite=all(part.is_finite for part in parts),
     )
     write_synced(partial / MANIFEST, to_text(manifest))
 

@@ -53,6 +53,7 @@ class StageModel:
     table: ModelTable
     held_elsewhere: frozenset[str]  # names that an earlier stage holds and saves
     first_names: Mapping[str, str]  # of every parameter, by its name in the module
+    trained: frozenset[str]  # parameters that require a gradient, by their names in the files
 
     @classmethod
     def of(
@@ -61,11 +62,14 @@ class StageModel:
         """`tied`: the parameters that other stages hold as well."""
         first_names: dict[str, str] = {}
         by_parameter: dict[nn.Parameter, str] = {}
+        trained = set[str]()
         shared = {each.name: each for each in tied}
         for found, parameter in module.named_parameters(remove_duplicate=False):
             name = _unwrapped(found)
             key = shared[name].key if name in shared else name
             first_names[name] = by_parameter.setdefault(parameter, key)
+            if parameter.requires_grad:
+                trained.add(MODEL_KEY(first_names[name]))
         tensors: Tensors = {}
         for found, value in module.state_dict().items():
             name = _unwrapped(found)
@@ -80,6 +84,7 @@ class StageModel:
                 each.key for each in shared.values() if each.stages[0] != stage
             ),
             first_names=first_names,
+            trained=frozenset(trained),
         )
 
     @property

@@ -128,11 +128,14 @@ class GlooCollectives:
         messages, _ = self._start(flat, number, CollectivePhase.ALL_GATHER, shards)
         return Pending(messages.wait)
 
-    def all_reduce_any(self, flags: Tensor, number: int) -> Pending:
-        """Or: after the wait, `flags` (bytes of 0 and 1) are set where any worker has set them."""
+    def all_reduce_flags(self, flags: Tensor, number: int) -> Pending:
+        """Reduce one float64, the first 8 bytes, by a sum, and the bytes of 0 and 1 after it by or.
+
+        `flags` has a multiple of 8 bytes.
+        """
         own_flags = [flags.clone()] * (self.num_workers - 1)
         messages, received = self._start(flags, number, CollectivePhase.FLAGS, own_flags)
-        return Pending(partial(_finish_any, messages, flags, received))
+        return Pending(partial(_finish_flags, messages, flags, received))
 
     def _start(
         self, flat: Tensor, number: int, phase: CollectivePhase, sent: Iterable[Tensor]
@@ -202,10 +205,11 @@ def _finish_mean(messages: _GroupMessages, own_shard: Tensor, received: Tensor) 
         own_shard.div_(num_workers)
 
 
-def _finish_any(messages: _GroupMessages, flags: Tensor, received: Tensor) -> None:
+def _finish_flags(messages: _GroupMessages, flags: Tensor, received: Tensor) -> None:
     messages.wait()
+    flags[:8].view(torch.float64).add_(received[:, :8].contiguous().view(torch.float64).sum(0))
     for row in received:
-        flags.bitwise_or_(row)
+        flags[8:].bitwise_or_(row[8:])
 
 
 def _tag(number: int, phase: CollectivePhase) -> int:
@@ -399,9 +403,9 @@ class NcclCollectives:
         own_shard = flat.view(self.num_workers, -1)[self.rank]
         return _start(lambda: _all_gather(flat, own_shard, group=self._group, async_op=True))
 
-    def all_reduce_any(self, flag: Tensor) -> None:
-        """Set `flag`, for later work in the current stream, if any worker has set it."""
-        _start(lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)).wait()
+    def all_reduce_sum(self, numbers: Tensor) -> None:
+        """Sum `numbers` over all workers, for later work in the current stream."""
+        _start(lambda: dist.all_reduce(numbers, group=self._group, async_op=True)).wait()
 
 
 def _start(collective: Callable[[], dist.Work]) -> Pending:

@@ -52,6 +52,7 @@ class SampleLoader:
 
         The first stage of a pipeline needs inputs, the last one targets.
         """
+        self.num_samples = None if order is None else order.num_samples  # None: iterable
         self._reader = make_reader(dataset, order)
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
         self._needs = (needs_inputs, needs_target)

@@ -32,6 +32,7 @@ from polyrhythm.run.comm.reduce_scatter import (
     uses_nccl,
 )
 from polyrhythm.run.decoupled.buckets import Bucket, BucketSpec, ParameterShard, has_gradient
+from polyrhythm.run.pipeline.loss import Count, divide_by
 from polyrhythm.types import Seconds
 
 
@@ -114,8 +115,10 @@ class GradientSync:
         names: Sequence[str],
         tied: Iterable[int],
         replicas: ReplicaCollectives,
+        pop_divisor: Callable[[], Count | None],
     ) -> None:
-        self._parameters, self._names = parameters, names
+        """`pop_divisor`: divides this worker's gradients; None if labels are not counted."""
+        self._parameters, self._names, self._pop_divisor = parameters, names, pop_divisor
         self._tied = [parameters[index] for index in tied]
         self._control, self._comm_thread = replicas.control, replicas.comm_thread
         self.buckets: list[Bucket] = []
@@ -123,8 +126,10 @@ class GradientSync:
         # non-finite gradient: a GradScaler then skips the step on all workers, or on none.
         self.found_inf = nn.Parameter(torch.zeros(1, device=parameters[0].device))
         self._phase = GradientPhase.EMPTY
-        # For each parameter, whether it has a gradient; last, whether any is not finite.
-        self._used = torch.zeros(len(parameters) + 1, dtype=torch.uint8)
+        # The divisor; for each parameter, whether it has a gradient; whether any is not finite.
+        self._flags = torch.zeros(8 * (2 + len(parameters) // 8), dtype=torch.uint8)
+        self._divisor = self._flags[:8].view(torch.float64)
+        self._used = self._flags[8 : 9 + len(parameters)]
         self._weight_gathers: dict[int, Pending | Work] = {}  # by number of bucket
         self._unsent: list[Bucket] = []  # buckets still to reduce; the next one is the last
         self._reduce_scatters: list[Pending | Work] = []
@@ -221,9 +226,9 @@ class GradientSync:
                     bucket.weights, bucket.number, CollectivePhase.ALL_GATHER
                 )
 
-    def gather_weights(self, buckets: Iterable[Bucket]) -> None:
+    def gather_weights(self) -> None:
         """Start to gather the updated weights; skip late buckets that no worker has used."""
-        for bucket in buckets:
+        for bucket in self.buckets:
             if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late):
                 pending: Pending | Work
                 pending = started = self.collectives.all_gather(bucket.weights, bucket.number)
@@ -289,7 +294,7 @@ class GradientSync:
             self.collectives.post_receives(
                 bucket.gradients, bucket.number, CollectivePhase.REDUCE_SCATTER
             )
-        self._control.post_receives(self._used, 0, CollectivePhase.FLAGS)
+        self._control.post_receives(self._flags, 0, CollectivePhase.FLAGS)
 
     def _send_full_buckets(self) -> None:
         while self._unsent and self._unsent[-1].is_full:
@@ -308,14 +313,19 @@ class GradientSync:
                 self._fill_missing(bucket)
                 self._sums.append(_sum(bucket.gradients))
         sums = torch.stack([self.found_inf.new_zeros(()), *self._sums])
-        bad = sums.isfinite().logical_not().any().to(torch.uint8)
+        bad, divisor = sums.isfinite().logical_not().any(), self._pop_divisor()
+        own_divisor = 0.0 if divisor is None else divisor
         self._sums.clear()
+        total: Count
         if isinstance(self.collectives, NcclCollectives):  # without blocking the host
-            self.collectives.all_reduce_any(bad)
+            numbers = torch.stack([bad.double(), torch.ones_like(bad.double()) * own_divisor])
+            self.collectives.all_reduce_sum(numbers)
+            bad, total = numbers
+            self._control.all_reduce_flags(self._flags, 0).wait()
         else:
-            self._used[-1] = bad
-            bad = self._used[-1]
-        self._control.all_reduce_any(self._used, 0).wait()
+            self._used[-1], self._divisor[0] = bad, own_divisor
+            self._control.all_reduce_flags(self._flags, 0).wait()
+            bad, total = self._used[-1], self._divisor.item()
         for bucket in late:
             if self._is_used(bucket):
                 self._fill_missing(bucket)
@@ -326,6 +336,8 @@ class GradientSync:
             pending.wait()
         self._reduce_scatters.clear()
         self._all_gathers.clear()
+        if divisor is not None:
+            divide_by(total / self.collectives.num_workers, [s.gradient for s in self.shards])
         for shard in self.shards:
             shard.parameter.grad = shard.gradient if self._used[shard.index] else None
         flag = bad.bool().to(self.found_inf.device)

@@ -34,7 +34,7 @@ from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, Replicas, replica_ranks
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
-from polyrhythm.run.decoupled.buckets import Bucket, ParameterOrder, assign_buckets, has_gradient
+from polyrhythm.run.decoupled.buckets import ParameterOrder, assign_buckets, has_gradient
 from polyrhythm.run.decoupled.checks import (
     Mode,
     allowed_modes,
@@ -137,7 +137,11 @@ class DistributedOptimizer(Optimizer):
         tied = set() if stage is None else stage.tied
         self._tied = frozenset(indices[p] for p in tied if p in indices)
         self._gradient_sync = GradientSync(
-            self._parameters, self._names, self._tied, self._collectives
+            self._parameters,
+            self._names,
+            self._tied,
+            self._collectives,
+            (lambda: None) if stage is None else stage.pop_divisor,
         )
         self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
         self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
@@ -168,6 +172,7 @@ class DistributedOptimizer(Optimizer):
         ]
         if self._stage is not None:
             self._stage.set_accumulation_context(self.no_sync)
+            self._stage.defer_division(True)  # by the labels of all pipelines
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -227,9 +232,7 @@ class DistributedOptimizer(Optimizer):
             bucket.check_in_place(self._names)
         self._gradient_sync.post_weight_receives()
         self._gradient_sync.finish()
-        first, *others = self._gradient_sync.buckets
-        self._update([first])
-        self._update(others)
+        self._update()
         self._gradient_sync.mark_changed()
         self._gradient_sync.empty()
         self._gradient_sync.wait_for_parameters(self._unseen)
@@ -328,6 +331,7 @@ class DistributedOptimizer(Optimizer):
                     parameter.grad = None
             if self._stage is not None:
                 self._stage.set_accumulation_context(contextlib.nullcontext)
+                self._stage.defer_division(False)
             if self._background is not None:
                 self._background.thread.close()
             self._collectives.comm_thread.close()
@@ -359,19 +363,15 @@ class DistributedOptimizer(Optimizer):
 
         return on_gradient
 
-    def _update(self, buckets: Sequence[Bucket]) -> None:
-        """Step the wrapped optimizer on these buckets alone, and start to gather their weights."""
-        updated = {id(s.parameter) for bucket in buckets for s in bucket.shards}
-        gradients = {s.parameter: s.parameter.grad for s in self._gradient_sync.shards}
+    def _update(self) -> None:
+        """Step the wrapped optimizer once, as its counters expect, and gather the weights."""
         self._gradient_sync.found_inf.grad = None  # it is not a weight
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient if id(parameter) in updated else None
         self._is_updating = True
-        self._inner.step()
-        self._is_updating = False
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        self._gradient_sync.gather_weights(buckets)
+        try:
+            self._inner.step()
+        finally:
+            self._is_updating = False
+        self._gradient_sync.gather_weights()
 
     def _reorder_buckets(self) -> None:
         """Rebuild the buckets in forward order; once, after the first step."""

@@ -23,6 +23,7 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import ClockOffset
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
+from polyrhythm.run.pipeline.loss import NOT_COUNTED, AuxiliaryLosses, Count, LossFunction
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
 from polyrhythm.sinks.jsonl import EventLog
@@ -41,6 +42,7 @@ class _SavedForBackward:
     # Gradient edges, not tensors: those are freed once they are sent. None for an output without a
     # gradient. On the last stage the loss itself.
     outputs: list[GradientEdge | Tensor | None]
+    auxiliary: AuxiliaryLosses
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +53,9 @@ class StageCompute:
     stage: int
     is_last: bool
     device: torch.device
-    loss_fn: Callable[..., Tensor] | None = None
+    loss_fn: LossFunction | None = None
     compute: EmulatedCompute | None = None
+    dw_builder: Callable[[], Callable[..., None]] | None = None  # adds the gradients of weights
     is_synchronized: bool = False  # wait for the GPU after each action: for a log or emulation
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
@@ -75,7 +78,11 @@ class StageCompute:
         return outputs
 
     def save_for_backward(
-        self, microbatch: int, inputs: Sequence[Any], outputs: tuple[Tensor, ...]
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        outputs: tuple[Tensor, ...],
+        auxiliary: AuxiliaryLosses,
     ) -> None:
         """Keep the inputs and outputs that the backward needs."""
         needing_grad = (x for x in inputs if isinstance(x, Tensor) and x.requires_grad)
@@ -84,14 +91,18 @@ class StageCompute:
             (y if self.is_last else get_gradient_edge(y)) if y.requires_grad else None
             for y in outputs
         ]
-        self._saved[microbatch] = _SavedForBackward(received, edges)
+        self._saved[microbatch] = _SavedForBackward(received, edges, auxiliary)
         self.peak_in_flight = max(self.peak_in_flight, len(self._saved))
 
     def backward(
-        self, microbatch: int, kind: int, gradients: Sequence[Tensor | None]
+        self, microbatch: int, kind: int, gradients: Sequence[Tensor | None], weight: Count
     ) -> list[Tensor]:
-        """Compute the gradients of the inputs from the gradients of the outputs."""
+        """Compute the gradients of the inputs from the gradients of the outputs.
+
+        `weight`: of the micro-batch, for auxiliary losses.
+        """
         saved = self._saved.pop(microbatch)
+        saved.auxiliary.weight, saved.auxiliary.is_forward = weight, False
         start = self._start_timing()
         pairs = [
             (edge, g)
@@ -103,7 +114,10 @@ class StageCompute:
             is_autocast = torch.is_autocast_enabled(self.device.type)
             with torch.autocast(self.device.type, enabled=False) if is_autocast else nullcontext():
                 outputs: list[Any] = [edge for edge, _ in pairs]
-                torch.autograd.backward(outputs, [g for _, g in pairs])
+                with saved.auxiliary:
+                    torch.autograd.backward(outputs, [g for _, g in pairs])
+                    if self.dw_builder is not None:
+                        self.dw_builder()()
         self._end_timing(Op.B, kind, start)
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
 
@@ -142,14 +156,14 @@ class StageCompute:
     def _measure_activations(self, kind: int) -> Iterator[None]:
         nbytes_by_tensor: dict[tuple[int, int], Bytes] = {}
         held = self.call.parameters() if isinstance(self.call, nn.Module) else ()
-        parameters = {local(p).untyped_storage().data_ptr() for p in held}
+        parameters = {t.untyped_storage().data_ptr() for p in held for t in _plain_tensors(p)}
 
         @torch.compiler.disable  # otherwise it is traced as a part of a compiled module
         def record_saved(saved_tensor: Tensor) -> Tensor:
-            tensor = local(saved_tensor)
-            # By view, not by storage: a micro-batch is a view of the user's batch.
-            if tensor.untyped_storage().data_ptr() not in parameters:
-                nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+            for tensor in _plain_tensors(saved_tensor):
+                # By view, not by storage: a micro-batch is a view of the user's batch.
+                if tensor.untyped_storage().data_ptr() not in parameters:
+                    nbytes_by_tensor[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
             return saved_tensor.detach()  # the tensor itself would keep its own graph alive
 
         with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda tensor: tensor):
@@ -168,6 +182,7 @@ class Executor:
     clock_offsets: dict[str, ClockOffset] = field(default_factory=dict)  # by neighbour
     _transfers: deque[tuple[str, Transfer]] = field(default_factory=_LATEST, init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
+    _number: float = field(default=0.0, init=False)  # of the last message received
     _waited: Seconds = field(default=0.0, init=False)
     _longest_wait: Seconds = field(default=0.0, init=False)
     _waited_for: str = field(default="", init=False)
@@ -211,39 +226,55 @@ class Executor:
             )
 
     def _forward(self, action: Action, batch: Batch) -> None:
-        m, kind = action.microbatch, batch.kind(action.microbatch)
-        inputs = self._inputs(action, batch)
+        m, kind, training = (
+            action.microbatch,
+            batch.kind(action.microbatch),
+            batch.header.training,
+        )
+        auxiliary = AuxiliaryLosses()
+        inputs = self._inputs(action, batch, auxiliary)
         keywords = self._to_device(batch.keywords[m - batch.first], batch)
-        if self.stage.is_last:
-            outputs = self.stage.forward(
-                kind, inputs, keywords, partial(self._compute_loss, m, batch)
-            )
-        else:
-            returned = self.stage.forward(kind, inputs, keywords)
+        arguments: Sequence[Any] = inputs
+        if (named := self.wiring.named_inputs) is not None:
+            arguments, keywords = (), named.bind(inputs, keywords, self.stage.stage)
+        with auxiliary if training else nullcontext():  # evaluation leaves them out
+            if self.stage.is_last:
+                finish = partial(self._compute_loss, m, batch, auxiliary)
+                outputs = self.stage.forward(kind, arguments, keywords, finish)
+            else:
+                returned = self.stage.forward(kind, arguments, keywords)
+        if not self.stage.is_last:
             outputs = _tensors_of(returned, stage=self.stage.stage)
-            self._send_outputs(action, kind, outputs, training=batch.header.training)
-        if batch.header.training:
-            self.stage.save_for_backward(m, inputs, outputs)
+            self._send_outputs(action, kind, outputs, auxiliary.value, training=training)
+        if training:
+            self.stage.save_for_backward(m, inputs, outputs, auxiliary)
 
     def _backward(self, action: Action, batch: Batch) -> None:
         m, kind = action.microbatch, batch.kind(action.microbatch)
         gradients = [None] if self.stage.is_last else self._gradients(action, batch)
-        input_gradients = iter(self.stage.backward(m, kind, gradients))
+        if batch.counts and batch.on_counted is not None:
+            batch.on_counted()  # before the first backward that is counted
+            batch.on_counted = None
+        input_gradients = iter(self.stage.backward(m, kind, gradients, batch.weight(m)))
+        count = batch.counts.get(m, NOT_COUNTED)
         for source in self.wiring.sources:
             layout = self._links.activations_in[source].layout(kind).gradient
             tensors = list(islice(input_gradients, len(layout.specs)))
-            self._links.gradients_out[source].send(action, kind, tensors, layout)
+            self._links.gradients_out[source].send(action, kind, tensors, layout, count)
 
     @property
     def _links(self) -> Connections:
         assert self.connections is not None, "a stage with sources or targets has connections"
         return self.connections
 
-    def _inputs(self, action: Action, batch: Batch) -> list[Any]:
+    def _inputs(self, action: Action, batch: Batch, auxiliary: AuxiliaryLosses) -> list[Any]:
         if not self.wiring.sources:
             return list(self._to_device(batch.arguments[action.microbatch - batch.first], batch))
-        inboxes = (self._links.activations_in[source] for source in self.wiring.sources)
-        return [tensor for inbox in inboxes for tensor in self._receive(inbox, action, batch)]
+        inputs = list[Any]()
+        for source in self.wiring.sources:
+            inputs += self._receive(self._links.activations_in[source], action, batch)
+            auxiliary.value = auxiliary.value + self._number
+        return inputs
 
     def _gradients(self, action: Action, batch: Batch) -> list[Tensor | None]:
         """Receive the gradients of this stage's outputs, summed over the stages that use them."""
@@ -256,12 +287,20 @@ class Executor:
             sent = zip(positions, layout.specs, strict=True)
             needing_grad = [position for position, spec in sent if spec.needs_grad]
             received = self._receive(self._links.gradients_in[target], action, batch)
+            if self._number != NOT_COUNTED:
+                batch.counts[action.microbatch] = self._number
             for position, gradient in zip(needing_grad, received, strict=True):
                 total[position] = total[position] + gradient if position in total else gradient
         return [total.get(position) for position in range(self._num_outputs[kind])]
 
     def _send_outputs(
-        self, action: Action, kind: MicrobatchKind, outputs: Sequence[Tensor], *, training: bool
+        self,
+        action: Action,
+        kind: MicrobatchKind,
+        outputs: Sequence[Tensor],
+        auxiliary: Count,
+        *,
+        training: bool,
     ) -> None:
         self._num_outputs[kind] = len(outputs)
         for target in self.wiring.targets:
@@ -282,7 +321,9 @@ class Executor:
                     expected="outputs whose shape and dtype depend only on those of the inputs",
                     fix="pad to a fixed shape, or choose the shape outside the pipeline",
                 )
-            outbox.send(action, kind, [tensor.detach() for tensor in sent], layout)
+            # Auxiliary losses follow the chain of stages, in which every stage sends to the next.
+            number = auxiliary if target == self.stage.stage + 1 else 0.0
+            outbox.send(action, kind, [tensor.detach() for tensor in sent], layout, number)
             if training:
                 self._links.gradients_in[target].set_layout(kind, layout.gradient)
 
@@ -294,6 +335,7 @@ class Executor:
     def _receive(self, inbox: Inbox, action: Action, batch: Batch) -> list[Tensor]:
         start = time.perf_counter()
         tensors, transfer = inbox.get(action)
+        self._number = transfer.number
         waited = time.perf_counter() - start
         if waited > self._longest_wait:
             self._longest_wait, self._waited_for = waited, inbox.route.peer
@@ -317,7 +359,9 @@ class Executor:
         )
         return min(transfer.arrived, max(sent, transfer.posted))
 
-    def _compute_loss(self, microbatch: int, batch: Batch, returned: Any) -> tuple[Tensor, ...]:
+    def _compute_loss(
+        self, microbatch: int, batch: Batch, auxiliary: AuxiliaryLosses, returned: Any
+    ) -> tuple[Tensor, ...]:
         """Compute the loss of a micro-batch, weighted as it counts in the gradient."""
         if batch.keeps_outputs:
             batch.outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, returned))
@@ -325,22 +369,26 @@ class Executor:
         if self.stage.loss_fn is None or batch.targets[number] is None:
             return ()
         target = self._to_device(batch.targets[number], batch)
-        loss = self.stage.loss_fn(returned, target, **batch.loss_kwargs)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ScheduleError(
-                f"the loss function returned {shown}",
-                expected="a scalar tensor: the mean over the micro-batch",
-                fix="use a loss with reduction='mean'",
-            )
-        if batch.header.training and not loss.requires_grad:
+        loss = self.stage.loss_fn(
+            returned,
+            target,
+            batch.loss_kwargs,
+            num_samples=batch.header.sizes[number],
+            host_target=batch.targets[number],
+        )
+        if batch.header.training and not loss.value.requires_grad:
             raise ScheduleError(
                 "a loss that depends on no trained parameter of any stage",
                 expected="a trained parameter on at least one stage",
                 fix="unfreeze one, or call eval() to run forward only",
             )
-        batch.losses.append(loss.detach())
-        return (loss * batch.loss_weights[number],)
+        if batch.header.training and not batch.is_split:
+            loss = loss.over_own_count()
+        if loss.count is not None:
+            batch.counts[microbatch] = loss.count
+        has_auxiliary = isinstance(auxiliary.value, Tensor) or auxiliary.value != 0.0
+        batch.losses.append(loss.mean() + auxiliary.value if has_auxiliary else loss.mean())
+        return (loss.objective(batch.weight(microbatch), batch.unit, returned),)
 
     def _to_device(self, arguments: Any, batch: Batch) -> Any:
         """Move tensors to this stage's device."""
@@ -385,6 +433,17 @@ def _shown(value: object) -> str:
     if isinstance(value, Tensor) and value.layout != torch.strided:
         return f"{value.layout} tensor"
     return type(value).__name__
+
+
+def _plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors inside one: a shard, the result of a collective still under way."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # of tensors that wrap others
+    if flatten is not None:
+        inner = (getattr(tensor, name) for name in flatten()[0])
+        return [plain for x in inner if isinstance(x, Tensor) for plain in _plain_tensors(x)]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor] if tensor.layout == torch.strided else []
 
 
 def local(tensor: Tensor) -> Tensor:

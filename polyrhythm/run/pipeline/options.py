@@ -1,7 +1,11 @@
 """The options of a pipeline, checked before any communication."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
+from torch.utils import _pytree as pytree
 
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import ScheduleError
@@ -10,10 +14,49 @@ from polyrhythm.schedule.limits import one_f_one_b_limits
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import AUTO, Bytes, Seconds
 
+SPEC_IMPORT = "torch.distributed.pipelining.microbatch"  # where users import chunk specs from
+# Per shared parameter, its name on each stage that has it: torch's `Pipe.replicated_params`.
+TiedNames = Sequence[Mapping[int | str, str]]
+
+
+def is_chunk_spec(spec: object) -> bool:
+    """Whether this is a single spec, in one of torch's ways of writing it, or None."""
+    return spec is None or spec is _Replicate or isinstance(spec, TensorChunkSpec | _Replicate)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpecs:
+    """How arguments are split and outputs merged: a spec, or a tree of specs, for each."""
+
+    args_chunk_spec: Any = None
+    kwargs_chunk_spec: Any = None
+    output_merge_spec: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec"):
+            spec = getattr(self, name)
+            is_output, is_keyword = name == "output_merge_spec", name == "kwargs_chunk_spec"
+            if not is_chunk_spec(spec) and not is_output:
+                kind, shown = (Mapping, "dict by name") if is_keyword else (Sequence, "tuple")
+                if not isinstance(spec, kind):
+                    raise ScheduleError(
+                        f"{name}={spec!r}",
+                        expected=f"a {shown} of specs, or one spec for all arguments",
+                        fix=f"use TensorChunkSpec(dim) from {SPEC_IMPORT}",
+                    )
+            for leaf in pytree.tree_leaves(spec):
+                if not is_chunk_spec(leaf) and not (is_output and isinstance(leaf, _CustomReducer)):
+                    reducer = ", _CustomReducer" if is_output else ""
+                    raise ScheduleError(
+                        f"{name} contains {leaf!r}",
+                        expected=f"TensorChunkSpec(dim), _Replicate(){reducer} or None",
+                        fix=f"import them from {SPEC_IMPORT}",
+                    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """The options of `Pipeline`; all but the last two must be equal on all stages."""
+    """The options of `Pipeline`; `text` has those that must be equal on all stages."""
 
     n_microbatches: int | None
     microbatch_sizes: Sequence[int] | None
@@ -25,6 +68,9 @@ class PipelineOptions:
     timeout: Seconds
     memory_limit: str | Bytes | None
     optimizer_floats: float
+    specs: ChunkSpecs = ChunkSpecs()
+    tied: TiedNames | None = None
+    has_loss: bool = True
 
     def __post_init__(self) -> None:
         self._check_microbatches()
@@ -80,7 +126,8 @@ class PipelineOptions:
         schedule = AUTO if self.is_tuned else self.spec
         return (
             f"micro-batches {microbatches}, schedule {schedule}, flush {self.flush}, "
-            f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}"
+            f"scale_grads {self.scale_grads}, tune_every {self.tune_every}, window {self.window}, "
+            f"{'a' if self.has_loss else 'no'} loss_fn, tied {list(map(dict, self.tied or ()))}"
         )
 
     def pipedream_limits(self, num_stages: int) -> tuple[int, ...]:
@@ -104,6 +151,13 @@ class PipelineOptions:
                 expected="one of the two",
                 fix="pass n_microbatches=8 to split every batch into 8, or "
                 "microbatch_sizes=[1, 2, 4] to let schedule='auto' choose",
+            )
+        sizes: list[object] = [*(self.microbatch_sizes or ()), self.n_microbatches or 0]
+        if not all(isinstance(size, int) for size in sizes):
+            raise ScheduleError(
+                f"{sizes[0]!r} as a number of micro-batches or samples",
+                expected="an integer",
+                fix="pass n_microbatches=8; it is the second argument, before loss_fn",
             )
         least = min(self.microbatch_sizes or [self.n_microbatches or 0])
         if least < 1:

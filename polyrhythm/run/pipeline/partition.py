@@ -5,22 +5,28 @@ sent straight to the stage of that layer. Any other model is split along one lis
 every stage runs the model's own forward around its slice of the list (`stage_modules.py`), so that
 masks and positions are exactly the model's. Nothing is copied: a partition refers to the model's
 own modules under their names, and modules of other stages can be freed.
+
+A stage of torch.distributed.pipelining brings its own module; if it was traced, the graph of the
+model says which outputs of which stages it takes.
 """
 
 import difflib
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.plan.plan import PipelinePlan, Plan, even_plan
+from polyrhythm.run.pipeline.options import TiedNames
 from polyrhythm.run.pipeline.stage_modules import (
     ExitLayer,
     SequentialStage,
@@ -30,6 +36,41 @@ from polyrhythm.run.pipeline.stage_modules import (
 )
 
 _WHOLE_STEP = "average the gradients after step(), or use fully_shard, which reduces them once"
+# By name: importing them takes as long as the rest of the package.
+_TORCH_STAGES = "torch.distributed.pipelining.stage"
+_TORCH_REPLICATE = "torch.distributed._composable.replicate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedInputs:
+    """The inputs of a traced stage, by name."""
+
+    received: tuple[str, ...]  # from other stages, in the order in which they are received
+    of_model: tuple[str, ...]  # the inputs of the whole model
+    taken: tuple[str, ...]  # the inputs of this stage's module
+
+    def bind(
+        self, inputs: Sequence[Any], keywords: Mapping[str, Any], stage: int
+    ) -> dict[str, Any]:
+        """Return the keyword arguments of the module; `inputs` are the model's on stage 0."""
+        names = self.received or self.of_model
+        unknown = [name for name in keywords if name not in self.of_model]
+        if unknown or len(inputs) > len(names):
+            what = f"the keyword {unknown[0]}" if unknown else f"{len(inputs)} arguments"
+            raise ScheduleError(
+                f"stage {stage} was called with {what}",
+                expected=f"inputs of the traced model: {', '.join(self.of_model)}",
+                fix="pass the arguments with which the model was traced",
+            )
+        bound = {**dict(zip(names, inputs, strict=False)), **keywords}
+        missing = [name for name in self.taken if name not in bound]
+        if missing:
+            raise ScheduleError(
+                f"stage {stage} needs the model's input {missing[0]}",
+                expected="an input of the model on every stage that uses it",
+                fix=f"call step({missing[0]}=...) on this stage",
+            )
+        return {name: bound[name] for name in self.taken}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +79,7 @@ class Wiring:
 
     sources: tuple[int, ...]  # their messages, in this order, are the positional inputs
     targets: Mapping[int, tuple[int, ...] | None]  # stage -> positions of outputs; None: all
+    named_inputs: NamedInputs | None = None  # None: the module takes its inputs by position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +102,8 @@ class ModelPartition:
     module: nn.Module
     wiring: Wiring
     tied: tuple[TiedParameter, ...] = ()  # in the same order on every stage
+    # Called after each backward, returns a function that adds the gradients of weights (torch's).
+    dw_builder: Callable[[], Callable[..., None]] | None = None
 
 
 def linear_wiring(stage: int, num_stages: int) -> Wiring:
@@ -70,15 +114,190 @@ def linear_wiring(stage: int, num_stages: int) -> Wiring:
     )
 
 
-def as_partition(module: nn.Module | ModelPartition, stage: int, num_stages: int) -> ModelPartition:
-    """Return a partition itself; make one of a module that the user has split by hand."""
+def as_partition(
+    module: Any, stage: int, num_stages: int, tied: TiedNames | None = None
+) -> ModelPartition:
+    """Return a partition itself; make one of a module or a torch stage.
+
+    `tied` names the parameters that stages share, which modules split by hand do not tell.
+    """
     if isinstance(module, ModelPartition):
+        if tied is not None:
+            raise ScheduleError(
+                "tied= with a model that is split here",
+                expected="tied= for modules split by hand and torch stages only",
+                fix="omit it: tied parameters of the model are found",
+            )
         return module
-    if not isinstance(module, nn.Module):
+    partition = ModelPartition(module=module, wiring=linear_wiring(stage, num_stages))
+    submodules: Mapping[str, int] = {}
+    if (torch_stage := torch_stage_of(module)) is not None:
+        partition = _torch_partition(torch_stage, stage, num_stages)
+        if partition.wiring.named_inputs is not None:
+            submodules = torch_stage.submod_to_stage_index
+            if tied is None:
+                _check_no_copies(torch_stage)
+    elif not isinstance(module, nn.Module):
         raise ScheduleError(
-            f"a {type(module).__name__} as a stage", expected="an nn.Module", fix="wrap it in one"
+            f"a {type(module).__name__} as a stage",
+            expected="an nn.Module, or a torch PipelineStage",
+            fix="wrap it in one",
         )
-    return ModelPartition(module=module, wiring=linear_wiring(stage, num_stages))
+    by_stage = [{submodules.get(str(k), k): name for k, name in tie.items()} for tie in tied or ()]
+    return replace(partition, tied=_named_ties(partition.module, by_stage, stage, num_stages))
+
+
+def torch_stage_of(stage: Any) -> Any | None:
+    """Return a torch.distributed.pipelining stage, also the only one of a list; None for others."""
+    if isinstance(stage, list | tuple) and len(stage) == 1:
+        (stage,) = stage
+    if isinstance(stage, list | tuple):
+        raise ScheduleError(
+            f"{len(stage)} stages in one process",
+            expected="one stage per process: interleaved and V schedules are not implemented, and "
+            "send more messages over each link",
+            fix="create one PipelineStage per process, as for torch's Schedule1F1B",
+        )
+    return stage if _is_from(stage, _TORCH_STAGES) else None
+
+
+def _is_from(value: object, module: str) -> bool:
+    return any(kind.__module__ == module for kind in type(value).__mro__)
+
+
+def _torch_partition(torch_stage: Any, stage: int, num_stages: int) -> ModelPartition:
+    if (stage, num_stages) != (torch_stage.stage_index, torch_stage.num_stages):
+        raise ScheduleError(
+            f"a torch stage {torch_stage.stage_index} of {torch_stage.num_stages} "
+            f"on process {stage} of {num_stages}",
+            expected="one stage per process, in the order of the process group",
+            fix="create one PipelineStage per process, with its group rank as stage_index",
+        )
+    kinds = type(torch_stage).__mro__
+    first = next(k for k in kinds if k.__module__ == _TORCH_STAGES)
+    overridden = sorted(
+        name
+        for kind in kinds[: kinds.index(first)]
+        for name, value in vars(kind).items()
+        if callable(value) and hasattr(first, name) and not name.startswith("__")
+    )
+    if overridden:
+        raise ScheduleError(
+            f"{kinds[0].__name__}.{overridden[0]}, which replaces torch's",
+            expected="a stage with torch's own methods: a pipeline uses its module only",
+            fix="do this in the module of the stage",
+        )
+    is_traced = hasattr(torch_stage, "pipe_info")
+    return ModelPartition(
+        module=torch_stage.submod,
+        wiring=_traced_wiring(torch_stage) if is_traced else linear_wiring(stage, num_stages),
+        dw_builder=torch_stage.dw_builder,
+    )
+
+
+def _traced_wiring(torch_stage: Any) -> Wiring:
+    """Read from the graph of a traced model what its stages send to each other."""
+    nodes, stages = list(torch_stage.pipe_info.graph.nodes), torch_stage.submod_to_stage_index
+
+    def producer(node: Any) -> tuple[int, int]:
+        """Return stage and position of an output; stage -1 for an input of the model."""
+        position = node.args[1] if node.target is operator.getitem else 0
+        node = node.args[0] if node.target is operator.getitem else node
+        return stages.get(node.name, -1), position
+
+    called = [node.target for node in nodes if node.op == "call_module"]
+    if called != sorted(called, key=lambda name: int(name.rpartition("_")[2])):
+        raise ScheduleError(
+            f"a traced model that calls its stages in the order {', '.join(called)}",
+            expected="every stage to need the one before it: torch numbers others by mistake",
+            fix="split the model elsewhere, or by hand",
+        )
+    own = torch_stage.stage_index
+    sent: dict[int, set[int]] = {}  # own outputs by target
+    for node in nodes:
+        if node.op == "call_module":
+            for source, position in map(producer, node.args):
+                if source == own:
+                    sent.setdefault(stages[node.name], set()).add(position)
+    returned = [producer(x)[0] for x in nodes[-1].all_input_nodes]
+    if any(source != torch_stage.num_stages - 1 for source in returned):
+        raise ScheduleError(
+            f"a traced model that returns an output of stage {min(returned)}",
+            expected="outputs of the last stage only, which computes the loss",
+            fix="pass it through the following stages: add it to a tensor, or multiply it by one",
+        )
+    inputs = [node for node in torch_stage.submod.graph.nodes if node.op == "placeholder"]
+    received = sorted(
+        (*producer(argument), str(node.target))
+        for node, argument in zip(inputs, torch_stage.node.args, strict=True)
+        if producer(argument)[0] >= 0
+    )
+    return Wiring(
+        sources=tuple(sorted({source for source, _, _ in received})),
+        targets={target: tuple(sorted(positions)) for target, positions in sorted(sent.items())},
+        named_inputs=NamedInputs(
+            received=tuple(name for _, _, name in received),
+            of_model=tuple(str(node.target) for node in nodes if node.op == "placeholder"),
+            taken=tuple(str(node.target) for node in inputs),
+        ),
+    )
+
+
+def _check_no_copies(torch_stage: Any) -> None:
+    """Refuse a traced model whose stages seem to share a parameter: torch has made copies of it.
+
+    Every process has the modules of all stages, so all of them refuse it.
+    """
+    seen: dict[bytes, tuple[str, str]] = {}
+    for submodule, module in torch_stage.pipe_info.graph.owning_module.named_children():
+        for name, parameter in module.named_parameters():
+            problem = ""
+            if "@" in name:  # torch's name for a module that another stage has, too
+                problem = f"{name} of {submodule} is a copy"
+            elif (values := fingerprint(parameter)) is not None:
+                where, other = seen.setdefault(values, (submodule, name))
+                if where != submodule:
+                    problem = f"{name} of {submodule} seems to be a copy of {other} of {where}"
+            if problem:
+                raise ScheduleError(
+                    problem,
+                    expected="the names of shared parameters, whose gradients are summed",
+                    fix="pass tied=pipe.replicated_params, which is empty if there are none",
+                )
+
+
+def fingerprint(parameter: Tensor) -> bytes | None:
+    """Hash the first values of a parameter; None if they say nothing: unknown, or all the same."""
+    if parameter.is_meta or isinstance(parameter, DTensor):
+        return None
+    values = parameter.detach().flatten()[:64].tolist()
+    text = f"{parameter.dtype} {tuple(parameter.shape)} {values}"
+    return blake2b(text.encode(), digest_size=16).digest() if len(set(values)) > 1 else None
+
+
+def _named_ties(
+    module: nn.Module, tied: Sequence[Mapping[Any, str]], stage: int, num_stages: int
+) -> tuple[TiedParameter, ...]:
+    """Return the parameters of `module` that `tied` names, after a check of all names."""
+    known = dict(module.named_parameters(remove_duplicate=False))
+    found = []
+    for names in tied:
+        if len(names) < 2 or not all(holder in range(num_stages) for holder in names):
+            raise ScheduleError(
+                f"tied={list(tied)}: {dict(names)}",
+                expected=f"the names of a parameter on two or more of {num_stages} stages",
+                fix="write tied=[{0: 'embed.weight', 1: 'head.weight'}], the same on every stage",
+            )
+        if stage in names and names[stage] not in known:
+            raise ScheduleError(
+                f"tied: stage {stage} has no parameter {names[stage]!r}",
+                expected="the name of a parameter in the module of this stage",
+                fix=f"nearest names: {', '.join(_nearest(names[stage], known)[:4])}",
+            )
+        stages = tuple(sorted(names))
+        if stage in names:
+            found.append(TiedParameter(key=names[stages[0]], stages=stages, name=names[stage]))
+    return tuple(found)
 
 
 def module_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -95,7 +314,9 @@ def module_device(module: nn.Module, device: torch.device | str | None) -> torch
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) -> None:
+def check_module(
+    module: nn.Module, *, stage: int, is_tuned: bool, flush: bool, has_dw_builder: bool = False
+) -> None:
     """Refuse modules that a pipeline would run wrongly.
 
     FSDP2 (`fully_shard`) and tensor parallelism run collectives with the other processes of the
@@ -104,9 +325,11 @@ def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) 
     """
     for name, inner in module.named_modules():
         where = f"stage {stage}" + (f": {name}" if name else "")
-        if isinstance(inner, DistributedDataParallel):
+        is_replicated = _is_from(inner, _TORCH_REPLICATE)  # the older one, which is DDP inside
+        if isinstance(inner, DistributedDataParallel) or is_replicated:
+            wrapped = "the older replicate()" if is_replicated else "DistributedDataParallel"
             raise ScheduleError(
-                f"{where} is wrapped in DistributedDataParallel",
+                f"{where} is wrapped in {wrapped}",
                 expected="gradients that are averaged once per step: DDP would all-reduce them "
                 "after every micro-batch, and wait there for the other pipelines",
                 fix=f"pass the module inside it, and {_WHOLE_STEP}",
@@ -125,6 +348,13 @@ def check_module(module: nn.Module, *, stage: int, is_tuned: bool, flush: bool) 
                 "its post-forward hooks would not run",
                 fix="call fully_shard on each layer, embedding and norm, not on their parents",
             )
+    if has_dw_builder and (not flush or _is_shared(module)):
+        what = "a module that several processes share" if flush else "flush=False"
+        raise ScheduleError(
+            f"dw_builder of stage {stage} with {what}",
+            expected="weights and gradients that stay in place until dw_builder has run",
+            fix="omit dw_builder: autograd computes all gradients",
+        )
     if (is_tuned or not flush) and _is_shared(module):
         what = "schedule='auto'" if is_tuned else "flush=False"
         why = "each would choose its own" if is_tuned else "sharded weights cannot be stashed"

@@ -8,7 +8,7 @@ arrived. Micro-batches run in the same order under every schedule: gradients are
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,26 +33,33 @@ from polyrhythm.run.pipeline.batch import (
     Batch,
     BatchHeader,
     BatchSplitter,
+    EndOfDataError,
     Metadata,
     StepInputs,
-    join_outputs,
+    mean_loss,
+    merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
-from polyrhythm.run.pipeline.options import PipelineOptions
+from polyrhythm.run.pipeline.loss import Count, LossFunction
+from polyrhythm.run.pipeline.options import ChunkSpecs, PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
+    TiedParameter,
     Wiring,
     as_partition,
     check_module,
     module_device,
     split_layers,
     split_sequential,
+    torch_stage_of,
 )
 from polyrhythm.run.pipeline.runners import (
     FlushRunner,
+    GradientDivision,
     PipeDreamRunner,
     TiedGradients,
     check_untied,
+    warn_of_copies,
 )
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
 from polyrhythm.schedule.builders import Schedule
@@ -61,7 +68,7 @@ from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
 _RENAMED = renamed_arguments(
-    num_microbatches="n_microbatches=", group="process_group=", deadline="timeout="
+    module="stage=", num_microbatches="n_microbatches=", group="process_group=", deadline="timeout="
 )
 
 
@@ -71,10 +78,14 @@ class Pipeline:
     @_RENAMED
     def __init__(
         self,
-        module: nn.Module | ModelPartition,
-        *,
-        loss_fn: Callable[..., Tensor] | None,
+        stage: Any,
         n_microbatches: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
         microbatch_sizes: Sequence[int] | None = None,
         schedule: str | ScheduleSpec | Schedule = "auto",
         memory_limit: str | Bytes | None = None,
@@ -82,7 +93,7 @@ class Pipeline:
         tune_every: int = 5,
         flush: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        scale_grads: bool = True,
+        tied: TiedNames | None = None,
         window: int | None = None,
         timeout: Seconds = DEFAULT_TIMEOUT,
         device: torch.device | str | None = None,
@@ -90,23 +101,35 @@ class Pipeline:
         compute: EmulatedCompute | None = None,
         pipeline: int = 0,
     ) -> None:
-        """`loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage.
+        """`stage` is the module of this stage, or a torch.distributed.pipelining stage.
 
-        A batch is split into `n_microbatches` or, with schedule="auto", into micro-batches of the
-        best of `microbatch_sizes`. Auto starts with 1f1b; every `tune_every` steps it selects the
-        schedule with the shortest step, predicted from the measured times, within the
-        `memory_limit` of this stage ("20GiB"), where the optimizer has `optimizer_floats` floats
-        per weight. Other schedules are written `1f1b`, `gpipe`, `kfkb:2`, `bounded:7,5,3,1`, or are
-        lists of actions.
+        `loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage; without
+        it, `step` runs forward only, like `eval`, as torch's schedules do. It may return (sum,
+        count): the sum of losses and the number of labels. Gradients are then those of the mean
+        over all labels of the batch, however many each micro-batch has.
+
+        A torch stage brings its process group and device. A batch is split into `n_microbatches`
+        or, with schedule="auto", into micro-batches of the best of `microbatch_sizes`. Auto starts
+        with 1f1b; every `tune_every` steps it selects the schedule with the shortest step,
+        predicted from the measured times, within the `memory_limit` of this stage ("20GiB"), where
+        the optimizer has `optimizer_floats` floats per weight. Other schedules are written `1f1b`,
+        `gpipe`, `kfkb:2`, `bounded:7,5,3,1`, or are lists of actions.
 
         `flush=False`: a step runs the forward of its batch, unsplit, and the backward of an earlier
         batch, so that stages never wait for the pipeline to empty; see `drain`.
 
+        `args_chunk_spec`, `kwargs_chunk_spec` and `output_merge_spec` are those of torch's
+        schedules, or one spec for all: which dimension of an argument counts samples
+        (`TensorChunkSpec(dim)`), what goes whole to every micro-batch (`_Replicate()`), and how
+        outputs are merged. By default samples are along the first dimension.
+
         `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
-        over micro-batches. `timeout`: the longest wait for another stage before it counts as lost.
-        `window`: number of receives posted ahead per direction, instead of the schedule's number.
-        `pipeline` numbers the replicas of a job in messages and logs; `log` is an event log, or the
-        folder of a run in which to write one.
+        over micro-batches, or of all sums that `loss_fn` returns. `tied=[{0: "embed.weight", 3:
+        "head.weight"}]`: parameters that modules split by hand share, by stage; their gradients are
+        summed. `timeout`: the longest wait for another stage before it counts as lost. `window`:
+        number of receives posted ahead per direction, instead of the schedule's number. `pipeline`
+        numbers the replicas of a job in messages and logs; `log` is an event log, or the folder of
+        a run in which to write one.
         """
         options = PipelineOptions(
             n_microbatches=n_microbatches,
@@ -119,20 +142,27 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
+            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
+            tied=tied,
+            has_loss=loss_fn is not None,
         )
+        if (torch_stage := torch_stage_of(stage)) is not None:
+            process_group = _same_group(process_group, torch_stage)
+            device = torch_stage.device if device is None else device
         self.ranks, self.stage = stage_ranks(process_group)  # ranks of all stages, in the job
         self.num_stages = len(self.ranks)
-        partition = as_partition(module, self.stage, self.num_stages)
+        partition = as_partition(stage, self.stage, self.num_stages, tied)
         self.module = partition.module
         self.device = module_device(self.module, device)
-        check_module(self.module, stage=self.stage, is_tuned=options.is_tuned, flush=flush)
-        if not flush:
-            check_untied(partition.tied)
-            options.pipedream_limits(self.num_stages)  # raises before any communication
+        self._check_partition(partition, options)  # raises before any communication
         self._splitter = BatchSplitter(
             options=options, device=self.device, is_first=self.is_first, is_last=self.is_last
         )
+        if loss_fn is not None and not isinstance(loss_fn, LossFunction):
+            loss_fn = LossFunction(loss_fn)
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
+        self.loss_counts: list[Count] = []  # labels or samples of each loss of the latest batch
+        self._failure: str | None = None  # why a step or eval has failed
         self._last_header: BatchHeader | None = None  # of the latest batch
         self._connections = self._connect(partition.wiring, options, pipeline)
         self.log = log if isinstance(log, EventLog) else None
@@ -148,6 +178,7 @@ class Pipeline:
                 device=self.device,
                 loss_fn=loss_fn if self.is_last else None,
                 compute=compute,
+                dw_builder=partition.dw_builder,
                 is_synchronized=self.log is not None or compute is not None,
             ),
             wiring=partition.wiring,
@@ -156,10 +187,20 @@ class Pipeline:
         )
         if self.log is not None and self._connections is not None:
             self._executor.clock_offsets = measure_offsets(self._connections)
-        self._tied: TiedGradients | None = None
-        if partition.tied and self._connections is not None:
-            self._tied = TiedGradients(self.module, partition.tied, self._connections)
+        self._tied = self._tie(partition.tied, tied, is_split_here=stage is partition)
         self._runner = self._make_runner(options)
+
+    def _check_partition(self, partition: ModelPartition, options: PipelineOptions) -> None:
+        check_module(
+            partition.module,
+            stage=self.stage,
+            is_tuned=options.is_tuned,
+            flush=options.flush,
+            has_dw_builder=partition.dw_builder is not None,
+        )
+        if not options.flush:
+            check_untied(partition.tied)
+            options.pipedream_limits(self.num_stages)
 
     def _connect(
         self, wiring: Wiring, options: PipelineOptions, pipeline: int
@@ -178,6 +219,20 @@ class Pipeline:
         )
         connections.check_consistent(options.text)
         return connections
+
+    def _tie(
+        self, found: Sequence[TiedParameter], tied: TiedNames | None, *, is_split_here: bool
+    ) -> TiedGradients | None:
+        if self._connections is None:
+            return None
+        if tied is None and not is_split_here:
+            warn_of_copies(self.module, self._connections)
+        if not found and not tied:
+            return None
+        gradients = TiedGradients(self.module, found, self._connections)
+        if tied:
+            gradients.check_shapes(nbytes=64 + sum(128 + 4 * len(repr(tie)) for tie in tied))
+        return gradients
 
     def _make_runner(self, options: PipelineOptions) -> FlushRunner | PipeDreamRunner:
         if not options.flush:
@@ -200,6 +255,7 @@ class Pipeline:
             spec=options.spec,
             tied=self._tied,
             autotuner=autotuner,
+            division=GradientDivision(self.module, options.scale_grads),
         )
 
     @classmethod
@@ -256,17 +312,9 @@ class Pipeline:
         return cls(partition, process_group=process_group, **options)
 
     @classmethod
-    def from_torch_stage(cls, stage: Any, **options: Any) -> Self:
-        """Use the module, process group and device of a torch.distributed.pipelining stage."""
-        ranks, stage_index = stage_ranks(stage.group)
-        if (stage_index, len(ranks)) != (stage.stage_index, stage.num_stages):
-            raise ScheduleError(
-                f"a torch stage {stage.stage_index} of {stage.num_stages} "
-                f"on process {stage_index} of {len(ranks)}",
-                expected="one stage per process, in the order of the process group",
-                fix="create one PipelineStage per process, with its group rank as stage_index",
-            )
-        return cls(stage.submod, process_group=stage.group, device=stage.device, **options)
+    def from_torch_stage(cls, stage: Any, *args: Any, **options: Any) -> Self:
+        """Run a torch.distributed.pipelining stage, like `Pipeline(stage, ...)`."""
+        return cls(stage, *args, **options)
 
     @property
     def is_first(self) -> bool:
@@ -347,17 +395,22 @@ class Pipeline:
     ) -> Any:
         """Run forward and backward of one batch; gradients accumulate in the parameters.
 
-        The first stage passes the model's arguments, the last one `target`; keyword arguments go to
-        the module of the stage that passes them. On the last stage `losses` receives the loss of
-        every micro-batch, and the outputs of the batch are returned. The `metadata` of the first
-        stage, a few numbers, is sent ahead of the batch; `target` may be a function of it.
+        Without a `loss_fn` run forward only, like `eval`. The first stage passes the model's
+        arguments, the last one `target`; keyword arguments go to the module of the stage that
+        passes them. On the last stage `losses` receives the loss of every micro-batch, and the
+        outputs of the batch are returned. The `metadata` of the first stage, a few numbers, is sent
+        ahead of the batch; `target` may be a function of it.
         """
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
-        batch = self._begin(StepInputs(*inputs, training=True))
-        start = time.perf_counter()
-        self._runner.run(batch)
+        if self._loss_fn is None and target is None and losses is None:
+            return self._forward(StepInputs(*inputs, training=False), None)
+        with self._record_failure("step"):
+            batch = self._begin(StepInputs(*inputs, training=True))
+            start = time.perf_counter()
+            self._runner.run(batch)
         if (log := self._own_log) is not None:
-            values = {"loss": batch.mean_loss()} if batch.losses else {}  # on the last stage
+            loss = mean_loss(batch.losses, batch.loss_counts) if batch.losses else None
+            values = {} if loss is None else {"loss": loss}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
         self.num_steps += 1
         return self._results(batch, losses)
@@ -374,8 +427,11 @@ class Pipeline:
     ) -> Any:
         """Run forward only, without gradients; otherwise like `step`."""
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
-        with torch.no_grad():
-            batch = self._begin(StepInputs(*inputs, training=False))
+        return self._forward(StepInputs(*inputs, training=False), losses)
+
+    def _forward(self, inputs: StepInputs, losses: list[Tensor] | None) -> Any:
+        with self._record_failure("eval"), torch.no_grad():
+            batch = self._begin(inputs)
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
             self._executor.run(forwards, batch)
             if self._connections is not None:
@@ -392,7 +448,24 @@ class Pipeline:
         self, context: Callable[[], AbstractContextManager[object]]
     ) -> None:
         """Set the context of all backwards of a step but the last, which completes gradients."""
+        if self._executor.stage.dw_builder is not None:
+            raise ScheduleError(
+                f"dw_builder of stage {self.stage} with averages of gradients during backward",
+                expected="gradients that are complete when autograd is done",
+                fix="omit dw_builder: autograd computes all gradients",
+            )
         self._flush_runner.accumulation_context = context
+
+    def defer_division(self, is_deferred: bool) -> None:
+        """Leave the division of gradients by counted labels to their average over pipelines."""
+        if isinstance(self._runner, FlushRunner):
+            self._runner.division.is_deferred = is_deferred
+
+    def pop_divisor(self) -> Count | None:
+        """Return the divisor of deferred gradients; None if labels are not counted."""
+        return (
+            self._runner.division.pop_divisor() if isinstance(self._runner, FlushRunner) else None
+        )
 
     def drain(self) -> Iterator[None]:
         """Run the remaining backwards of a pipeline without a flush; update weights after each.
@@ -486,6 +559,35 @@ class Pipeline:
                 fix="create a new Pipeline; without a flush, call drain() before close()",
             )
 
+        if self._failure is not None:
+            raise ScheduleError(
+                f"{called} after {self._failure}",
+                expected="a pipeline in which all stages have finished the last batch: otherwise "
+                "a stage would use what is left of that batch in the next one",
+                fix="create a new Pipeline on all stages, and set weights and optimizer there to "
+                "the same step, such as from a checkpoint",
+            )
+
+    @contextmanager
+    def _record_failure(self, called: str) -> Iterator[None]:
+        """After an error, refuse all further batches, and wake the other stages.
+
+        A single stage with a flush has no batch in flight, and may continue with the next one.
+        """
+        self._check_open(called)
+        try:
+            yield
+        except EndOfDataError:
+            raise
+        except BaseException as error:
+            self._runner.release()
+            if self._connections is not None or not self.is_flushed:
+                text = str(error).splitlines()[:1]
+                self._failure = f"a failed {called}: {': '.join([type(error).__name__, *text])}"
+            if self._connections is not None:
+                self._connections.abort()
+            raise
+
     def _release(self) -> None:
         self._is_closed = True
         self._runner.release()
@@ -494,7 +596,6 @@ class Pipeline:
 
     def _begin(self, step_inputs: StepInputs) -> Batch:
         """Split the batch as its header prescribes, and post its receives."""
-        self._check_open("step" if step_inputs.training else "eval")
         step_inputs.check(self._loss_fn, is_last=self.is_last)
         self._splitter.microbatch_size = (
             self._runner.microbatch_size or self._splitter.microbatch_size
@@ -512,7 +613,22 @@ class Pipeline:
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
-        return join_outputs(batch.outputs)
+        self.loss_counts = batch.loss_counts
+        return merge_outputs(batch.outputs, self._splitter.options.specs.output_merge_spec)
+
+
+def _same_group(
+    process_group: dist.ProcessGroup | None, torch_stage: Any
+) -> dist.ProcessGroup | None:
+    """Return the process group of a torch stage; another one is refused."""
+    if process_group and stage_ranks(process_group) != stage_ranks(torch_stage.group):
+        raise ScheduleError(
+            "a process_group= other than that of the torch stage",
+            expected="the group with which the stage was created",
+            fix="omit process_group, or pass it to PipelineStage as group=",
+        )
+    group: dist.ProcessGroup | None = torch_stage.group
+    return group
 
 
 def _norm(gradient: Tensor | None, norm_type: float) -> Tensor:

@@ -14,6 +14,8 @@ Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (weight stashing);
 Algorithm 1. Departure: limits may exceed 1F1B's S-s, to tolerate slow links and stragglers.
 """
 
+import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -35,12 +38,13 @@ from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader
 from polyrhythm.run.pipeline.executor import Executor, local
-from polyrhythm.run.pipeline.partition import TiedParameter, check_module
+from polyrhythm.run.pipeline.loss import Count, divide_by
+from polyrhythm.run.pipeline.partition import TiedParameter, check_module, fingerprint
 from polyrhythm.run.pipeline.transport import Connections
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.check import check
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
-from polyrhythm.types import Action, Op
+from polyrhythm.types import Action, Bytes, Op
 
 _EVAL_WINDOW = 8  # without backwards only messages need memory
 _TIED_TAG = 2**22 + 2  # differs from the tags of batch headers and clocks
@@ -56,6 +60,21 @@ class TiedGradients:
     module: nn.Module
     tied: Sequence[TiedParameter]
     connections: Connections
+
+    def check_shapes(self, nbytes: Bytes) -> None:
+        """Refuse copies of different shapes; all stages call this, with room for all names."""
+        own = {f"{tie.key} {tie.stages}": _shape_of(p) for tie, p in self._parameters()}
+        payload = msgspec.json.encode(own)
+        seen: dict[str, str] = {}
+        for found in self.connections.all_gather_bytes(payload, nbytes, "comparing parameters"):
+            for name, shape in msgspec.json.decode(found, type=dict[str, str]).items():
+                if seen.setdefault(name, shape) != shape:
+                    raise ScheduleError(
+                        f"tied: {name.partition(' ')[0]} is {seen[name]} on one stage and {shape} "
+                        "on another",
+                        expected="equal copies of one parameter",
+                        fix="name parameters of one shape and dtype",
+                    )
 
     @contextmanager
     def sum_gradients(self) -> Iterator[None]:
@@ -102,6 +121,84 @@ class TiedGradients:
         return {p for tie, p in self._parameters() if tie.stages[0] != self.connections.stage}
 
 
+def warn_of_copies(module: nn.Module, connections: Connections) -> None:
+    """Warn if stages that were split by hand seem to share a parameter; all stages call this.
+
+    Its copies have equal values under names that differ by more than a number; layers that are
+    copied or built with one seed have equal values, too, but usually the same name.
+    """
+    own = [(name, fingerprint(p)) for name, p in module.named_parameters()]
+    payload, what = msgspec.msgpack.encode(own), "comparing parameters"
+    lengths = connections.all_gather_bytes(str(len(payload)).encode(), 32, what)
+    gathered = connections.all_gather_bytes(payload, 4 + max(map(int, lengths)), what)
+    seen: dict[bytes, tuple[int, str]] = {}
+    for stage, payload in enumerate(gathered):
+        for name, values in msgspec.msgpack.decode(payload, type=list[tuple[str, bytes | None]]):
+            if values is None:
+                continue
+            first, other = seen.setdefault(values, (stage, name))
+            is_named_alike = re.sub(r"\d", "", name) == re.sub(r"\d", "", other)
+            if first != stage == connections.stage and not is_named_alike:
+                warnings.warn(
+                    f"{name} of stage {stage} has the values of {other} of stage {first}; their "
+                    "gradients are summed only if tied= names them: pass "
+                    f"tied=[{{{first}: {other!r}, {stage}: {name!r}}}], or tied=[] if each is "
+                    "trained alone",
+                    stacklevel=3,
+                )
+
+
+def _shape_of(parameter: Parameter) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+
+
+@dataclass(slots=True)
+class GradientDivision:
+    """Divides the gradients of a step by the number of its labels, if its losses are counted.
+
+    If gradients are averaged over pipelines, which may start before the last count is known, the
+    average divides them: it takes the `pop_divisor` of each pipeline.
+    """
+
+    module: nn.Module
+    is_enabled: bool  # otherwise gradients are those of the sum over all labels
+    is_deferred: bool = False
+    _divisor: Count | None = field(default=None, init=False)
+    _previous: dict[Parameter, Tensor] = field(default_factory=dict, init=False)
+
+    def begin(self) -> None:
+        """Before the first backward of a counted step: set earlier gradients aside."""
+        with_gradient = [p for p in self.module.parameters() if p.grad is not None]
+        if not self.is_deferred:
+            self._previous = {p: p.grad for p in with_gradient if p.grad is not None}
+            for parameter in self._previous if self.is_enabled else ():
+                parameter.grad = None
+        elif self._divisor is not None and with_gradient:
+            raise ScheduleError(
+                "a second step before gradients are averaged, with a loss function that returns "
+                "(sum, count)",
+                expected="an optimizer step and zero_grad() after each step of the pipeline",
+                fix="run one step on the whole batch, with more micro-batches",
+            )
+
+    def end(self, batch: Batch) -> None:
+        """After the last backward: divide, and add the earlier gradients."""
+        divisor = batch.divisor()
+        if self.is_deferred:
+            self._divisor = divisor
+        elif divisor is not None and self.is_enabled:
+            gradients = (p.grad for p in self.module.parameters())
+            divide_by(divisor, [local(g) for g in gradients if g is not None])
+            for parameter, gradient in self._previous.items():
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        self._previous = {}
+
+    def pop_divisor(self) -> Count | None:
+        """Return the divisor of the gradients of this pipeline; None if they need none."""
+        divisor, self._divisor = self._divisor, None
+        return divisor
+
+
 class _BuiltSchedule(NamedTuple):
     schedule: Schedule
     in_flight: list[int]  # maximum by stage
@@ -119,6 +216,7 @@ class FlushRunner:
     spec: ScheduleSpec | ExplicitSchedule
     tied: TiedGradients | None
     autotuner: ScheduleAutotuner | None
+    division: GradientDivision
     accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
     # The schedule of the last step; `spec` is that of the next.
     last_spec: ScheduleSpec | ExplicitSchedule = field(init=False)
@@ -153,12 +251,20 @@ class FlushRunner:
         actions = built.schedule[self.executor.stage.stage]
         if self._sharded is None:  # users apply fully_shard after they have created the pipeline
             is_tuned, stage = self.autotuner is not None, self.executor.stage.stage
-            check_module(self.module, stage=stage, is_tuned=is_tuned, flush=True)
+            check_module(
+                self.module,
+                stage=stage,
+                is_tuned=is_tuned,
+                flush=True,
+                has_dw_builder=self.executor.stage.dw_builder is not None,
+            )
             self._sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        batch.on_counted = self.division.begin
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():
             with _accumulate_locally(self._sharded), self.accumulation_context():
                 self.executor.run(actions[:-1], batch)
             self.executor.run(actions[-1:], batch)  # the last backward
+            self.division.end(batch)
         if self.executor.connections is not None:
             self.executor.connections.drain()
         self.last_spec = self.spec

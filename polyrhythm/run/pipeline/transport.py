@@ -4,7 +4,8 @@ There is one message per micro-batch, peer and direction, whatever number of ten
 network has one transfer, which can be timed. Sender and receiver share a `MessageLayout`; it is
 announced once for every kind of micro-batch, before the first message of that kind. A message
 carries the time of its sending: links are measured on the messages of the training, which never
-stops for a measurement.
+stops for a measurement. It also carries one number: with activations the auxiliary losses so far,
+with gradients the number of labels of the micro-batch.
 
 Gloo moves data only once the receive is posted, so receives are posted ahead: up to `window`
 messages may be in flight or waiting to be used. Gloo's work objects do not report completion before
@@ -42,7 +43,7 @@ from polyrhythm.run.pipeline.batch import END_OF_DATA, BatchHeader, MicrobatchKi
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
-TIMESTAMP_BYTES: Bytes = 64  # the time of sending, padded so that the tensors are aligned
+TIMESTAMP_BYTES: Bytes = 64  # the time of sending and a number, padded so that tensors are aligned
 ANNOUNCEMENT_BYTES: Bytes = 4096  # a layout on the wire: enough for about fifty tensors
 _ALIGNMENT: Bytes = 64
 
@@ -148,6 +149,19 @@ def read_timestamp(buffer: Tensor) -> Seconds:
     return buffer[:8].view(torch.float64).item()
 
 
+def write_number(buffer: Tensor, number: float | Tensor) -> None:
+    """Write the number of a message; from a GPU without waiting for the copy."""
+    place = buffer[8:16].view(torch.float64)
+    if isinstance(number, Tensor):
+        place.copy_(number, non_blocking=True)
+    else:
+        place.fill_(number)
+
+
+def read_number(buffer: Tensor) -> float:
+    return buffer[8:16].view(torch.float64).item()
+
+
 def _padded_size(spec: _Spec) -> Bytes:
     size = prod(spec.shape) * getattr(torch, spec.dtype).itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -174,6 +188,7 @@ class Transfer:
     sent: Seconds
     posted: Seconds
     arrived: Seconds
+    number: float = 0.0  # that the sender has given to the message
 
 
 @dataclass(slots=True)
@@ -338,6 +353,7 @@ class Inbox(_Box[_Posted]):
             sent=read_timestamp(posted.buffer),
             posted=posted.at,
             arrived=arrived,
+            number=read_number(posted.buffer),
         )
         tensors, copy_event = posted.layout.views(posted.buffer), None
         if self._stream is not None:
@@ -374,7 +390,12 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
         return self._announced.get(kind)
 
     def send(
-        self, action: Action, kind: MicrobatchKind, tensors: Sequence[Tensor], layout: MessageLayout
+        self,
+        action: Action,
+        kind: MicrobatchKind,
+        tensors: Sequence[Tensor],
+        layout: MessageLayout,
+        number: float | Tensor = 0.0,
     ) -> None:
         self._raise_failure(0.0)
         tag = 2 * (self._num_sent % _NUM_TAGS)
@@ -386,15 +407,18 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
         buffer = _buffer(layout.nbytes, self.route.device)
         if self._stream is None:
             layout.pack(tensors, buffer)
+            write_number(buffer, number)
             write_timestamp(buffer, time.perf_counter())
             self._track_send(str(action), buffer, self._start_send(buffer, tag))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.route.device))
         with torch.cuda.stream(self._stream):
             layout.pack(tensors, buffer)
+            write_number(buffer, number)
             packed = self._stream.record_event()
-        for tensor in tensors:
-            tensor.record_stream(self._stream)
+        for tensor in (*tensors, number):
+            if isinstance(tensor, Tensor):
+                tensor.record_stream(self._stream)
         self._track_send(str(action), buffer, partial(self._start_send_after, packed, buffer, tag))
 
     def drain(self) -> None:

@@ -1,9 +1,11 @@
 """Checkpoints of a training job: the first pipeline saves, every pipeline restores."""
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.plan_file import plan_table
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.folder import CHECKPOINTS, list_steps
-from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
+from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from polyrhythm.run.checkpoint.state import restore
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members
@@ -24,6 +26,8 @@ from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class TrainerCheckpointer:
     make: Callable[[], Checkpointer] | None  # on the first pipeline
     store: JobStore
     restorers: Members  # the leader, and the processes of the other pipelines
+    folder: Path
+    is_continued: bool = field(default=False, init=False)  # its checkpoints are of this run
     checkpoints: Checkpointer | None = field(default=None, init=False)  # once it is needed
     _num_restores: int = field(default=0, init=False)
 
@@ -51,9 +57,9 @@ class TrainerCheckpointer:
         log: EventLog | None,
     ) -> "TrainerCheckpointer":
         make = None
+        assert config.run_dir is not None, "checkpoints are saved there"
+        folder, keep_last = config.run_dir / CHECKPOINTS, config.checkpoint.keep_last
         if worker.pipeline == 0:
-            assert config.run_dir is not None, "checkpoints are saved there"
-            folder, keep_last = config.run_dir / CHECKPOINTS, config.checkpoint.keep_last
             make = partial(
                 Checkpointer,
                 folder,
@@ -65,7 +71,7 @@ class TrainerCheckpointer:
             )
         others = range(plan.num_stages, plan.num_workers)
         restorers = Members((plan.rank(LEADER), *others))
-        made = cls(part, worker, {"plan": plan_table(plan)}, make, store, restorers)
+        made = cls(part, worker, {"plan": plan_table(plan)}, make, store, restorers, folder)
         if config.checkpoint.every is not None:
             made.open()  # a folder that stages do not share is refused at the start
         return made
@@ -93,19 +99,49 @@ class TrainerCheckpointer:
                 blocking=blocking,
             )
 
-    def restore(self, path: Path | None, optimizer: Optimizer) -> Manifest | None:
+    def restore(
+        self, path: Path | None, optimizer: Optimizer, check: Callable[[Manifest], object]
+    ) -> Manifest | None:
         """Restore `path`, by default the newest complete checkpoint; None if there is none.
 
         Raises CheckpointError in all processes if the checkpoint at `path` is damaged; without
-        `path`, if checkpoints exist and all are damaged.
+        `path`, if checkpoints exist and all are damaged. `check` may refuse it, before anything
+        has changed.
         """
         checkpoints = self.open()
         found, module = self._find_checkpoint(path), self.part.module
+        if path is None or path.parent.resolve() == self.folder.resolve():
+            self.is_continued = True
         if found is None:
             return None
+        check(read_manifest(found))
         if checkpoints is not None:
             return checkpoints.restore(found, module, optimizer, verify=False)
         return restore(found, module, optimizer, tied=self.part.tied, whole=False, verify=False)
+
+    def begin_run(self, what: str, *, overwrite: bool) -> None:
+        """On the leader, before training: refuse a folder of checkpoints that is not restored.
+
+        With `overwrite` move them to another folder: mixed with those of this run, a later
+        restore might continue the earlier one.
+        """
+        steps = list_steps(self.folder)
+        if self.is_continued or not steps:
+            return
+        moved = next(
+            p for i in count(1) if not (p := self.folder.with_name(f"{CHECKPOINTS}.{i}")).exists()
+        )
+        if not overwrite:
+            raise CheckpointError(
+                f"{what} in {self.folder.parent}, which holds {len(steps)} checkpoints, "
+                f"the last of step {max(steps)}",
+                expected="restore() before it, or a run folder without checkpoints: new "
+                "checkpoints would in time replace these",
+                fix="call restore() to continue that run, fit(..., overwrite=True) to start again "
+                f"(moves them to {moved.name}), or pass another run_dir",
+            )
+        _logger.warning("%s: earlier checkpoints are now in %s", self.folder.parent, moved.name)
+        self.folder.rename(moved)
 
     def wait(self) -> None:
         """Wait until the save in progress is on disk."""
@@ -142,8 +178,8 @@ def _latest_or_raise(checkpoints: Checkpointer) -> Path | None:
     found, steps = checkpoints.latest(), list_steps(checkpoints.folder)
     if found is None and steps:
         raise CheckpointError(
-            f"{checkpoints.folder}: none of its {len(steps)} checkpoints is complete",
-            expected="a complete checkpoint to restore",
+            f"{checkpoints.folder}: none of its {len(steps)} checkpoints is complete and finite",
+            expected="a complete checkpoint with finite weights to restore",
             fix="restore a copy; or, to start from step 0, remove them or use another run folder",
         )
     return found

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -60,7 +59,7 @@ class CheckpointConfig:
 class TrainerConfig:
     """The arguments of the Trainer, except for the model and the dataset."""
 
-    loss_fn: Callable[..., Tensor]
+    loss_fn: Callable[..., Any]
     optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer]
     batch_size: int | None  # samples per step, summed over all pipelines
     microbatch_size: int | None

@@ -36,12 +36,13 @@ def evaluate(
 def _own_share(
     pipeline: Pipeline, load: Callable[[Ranges], LoadedBatch], share: range, batch_size: int
 ) -> Tensor:
-    """Return the sum of losses and the number of samples; zeros except on the last stage."""
+    """Return the sum of losses and the number of labels; zeros except on the last stage."""
     totals = torch.zeros(2, dtype=torch.float64)
 
     def count(losses: list[Tensor]) -> None:
-        for loss, size in zip(losses, pipeline.sizes if losses else (), strict=True):
-            totals.add_(torch.tensor([loss.item() * size, size], dtype=torch.float64))
+        for loss, labels in zip(losses, pipeline.loss_counts if losses else (), strict=True):
+            number = float(labels)
+            totals.add_(torch.tensor([loss.item() * number, number], dtype=torch.float64))
 
     def target(metadata: tuple[int, ...]) -> Any:
         return load(((metadata[0], metadata[1]),)).target

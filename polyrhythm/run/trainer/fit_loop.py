@@ -9,10 +9,13 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 """
 
 import base64
+import logging
+import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -34,14 +37,19 @@ from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import Prefetcher, SampleLoader, resolved_ranges
 from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
-from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError, mean_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.evaluate import as_arguments
-from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import LEADER
-from polyrhythm.run.trainer.sampler import GlobalBatch, make_sampler
+from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
+from polyrhythm.run.trainer.rank_assignment import LEADER, machine_name
+from polyrhythm.run.trainer.sampler import (
+    DataSettings,
+    GlobalBatch,
+    LockstepSampler,
+    make_sampler,
+)
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import EventLog
@@ -52,6 +60,7 @@ from polyrhythm.types import AUTO, Seconds, Worker
 
 _LR_STATE = "the state of the learning rate scheduler"
 NUM_STEPS_KEPT = 1000  # in memory, of a fit
+_logger = logging.getLogger(__name__)
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
 
@@ -61,19 +70,9 @@ class StepInfo:
 
     step: int  # the global step, from 0
     num_samples: int  # this pipeline's share of the step
-    loss: float | None  # their mean loss; None except on the last stage
+    loss: float | None  # the mean over their labels; None except on the last stage, or without one
+    num_labels: float = 0.0  # of that mean; samples if labels are not counted
     seconds: Seconds
-
-
-class WeightedLoss:
-    """The user's loss, multiplied by `weight`."""
-
-    def __init__(self, loss_fn: Callable[..., Tensor]) -> None:
-        self._loss_fn, self.weight = loss_fn, 1.0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = self._loss_fn(*args, **kwargs)
-        return loss if self.weight == 1.0 else loss * self.weight
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +83,17 @@ class TrainProgress:
     step: int = 0  # global steps done
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
+    is_loss_finite: bool = True  # in the last step, on the last stage
+    is_updating: bool = False  # weights, optimizer and step are not of the same step
+    problem: str = ""  # after a failed fit: why this is not the state after `step`
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Mark a block that updates them, and delay Ctrl-C until its end."""
+        with delay_interrupt():
+            self.is_updating = True
+            yield
+            self.is_updating = False
 
     def make_lr_scheduler(self, config: TrainerConfig, optimizer: Optimizer) -> LRScheduler | None:
         """Make the learning rate scheduler and load its state."""
@@ -113,13 +123,7 @@ class TrainProgress:
     def restore(self, manifest: Manifest) -> DatasetState | None:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
         extra = manifest.extra
-        if not {"supply", "rates"} <= extra.keys():
-            raise CheckpointError(
-                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
-                expected="a checkpoint with sampler state and learning rates",
-                fix="load the model from it by Checkpointer.restore, and start from step 0",
-            )
-        self.step = manifest.step
+        self.step, self.is_updating, self.problem = manifest.step, False, ""
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
         stream = extra.get("stream")
@@ -147,7 +151,6 @@ class FitContext:
     shares: tuple[int, ...]  # micro-batches of each pipeline in a step, in lockstep
     pipeline: Pipeline
     samples: SampleLoader
-    loss: WeightedLoss
     log: EventLog | None
     checkpointer: TrainerCheckpointer | None  # None without a run folder
     preemption: PreemptionHandler
@@ -179,11 +182,39 @@ class FitContext:
     def is_leader(self) -> bool:
         return self.worker == LEADER
 
+    @property
+    def data_settings(self) -> DataSettings:
+        data, global_batch = self.config.data, self.global_batch
+        return DataSettings(
+            batch_size=global_batch.size,
+            microbatch_size=global_batch.microbatch_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            num_samples=self.samples.num_samples,
+            first_position=global_batch.first_position,
+        )
+
+    def saved_settings(self, manifest: Manifest, *, restarts_data: bool) -> DataSettings | None:
+        """Return those of a checkpoint, None if it has none; refuse it if they do not fit."""
+        if not {"supply", "rates"} <= manifest.extra.keys():
+            raise CheckpointError(
+                f"a checkpoint of step {manifest.step} that was not saved by a Trainer",
+                expected="a checkpoint with sampler state and learning rates",
+                fix="load the model from it by Checkpointer.restore, and start from step 0",
+            )
+        if "data" not in manifest.extra:
+            return None
+        saved = msgspec.convert(manifest.extra["data"], DataSettings)
+        if not restarts_data:
+            self.data_settings.check_continues(saved)
+        return saved
+
     def extra(self, progress: TrainProgress, sampler_state: SamplerState) -> dict[str, Any]:
         """Return what a checkpoint holds besides model and optimizer."""
         first_unused = sampler_state.first_unused  # the manifest has the leader's `extra`
         dataset_state = self.samples.state_at(first_unused) if self.is_leader else None
-        return progress.extra(sampler_state, dataset_state)
+        settings = {"data": msgspec.to_builtins(self.data_settings)}
+        return progress.extra(sampler_state, dataset_state) | settings
 
     def new_optimizer(self) -> Optimizer:
         """Make the optimizer of this stage's parameters; raises LaunchError."""
@@ -226,8 +257,15 @@ class FitLoop:
         self.prefetcher = Prefetcher(context.samples.load)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
-            num_stages = context.pipeline.num_stages
-            shape = JobShape(shares=context.shares, num_stages=num_stages, overlap=True)
+            machines = context.store.all_gather_object(
+                f"machines of {name}", machine_name(), context.members
+            )
+            shape = JobShape(
+                shares=context.shares,
+                num_stages=context.pipeline.num_stages,
+                overlap=True,
+                is_one_machine=len(set(machines)) == 1,
+            )
             self.exchange = StepTimeExchange(
                 name,
                 context.store,
@@ -250,19 +288,20 @@ class FitLoop:
 
     @property
     def end_of_samples(self) -> int:
-        return self.num_steps * self.context.global_batch.size
+        return self.context.global_batch.start_of(self.num_steps)
 
     def _train(self, mode: SyncMode) -> str | None:
         """Train one phase and return the sync mode of the next; None ends the fit."""
         if self.exchange is not None:
             self.exchange.begin(mode.name, self.progress.step)
-        strategy = self._make_strategy(mode)
+        strategy, phase = self._make_strategy(mode), None
         try:
             phase = Phase(self, mode, strategy)
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
             progress = self.progress
             progress.sampler_state = decision.sampler_state
-            progress.step = decision.sampler_state.num_used // self.context.global_batch.size
+            num_used = decision.sampler_state.num_used
+            progress.step = self.context.global_batch.step_at(num_used)
             phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
             self.is_stopped = decision.is_preempted
@@ -272,6 +311,8 @@ class FitLoop:
                 self._save_last(strategy)
             self._close_strategy(strategy)
         except BaseException:
+            if phase is not None:
+                phase.stop_after_last_step()
             strategy.abort()
             raise
         if not phase.in_lockstep and decision.sync_mode is not None:
@@ -434,23 +475,23 @@ class Phase:
         if batch_slice is None:
             self.is_over = True
             return None
-        self.strategy.update(self.sampler.acknowledge)
-        self.advance_lr_scheduler(batch_slice.step + 1)
-        loss = None
-        if losses:
-            weighted = zip(losses, pipeline.sizes, strict=True)
-            total = sum(each.item() * size for each, size in weighted)
-            loss = total / batch_slice.num_samples / batch_slice.weight
+        before = self._progress.step
+        with self._progress.update():
+            self.strategy.update(self.sampler.acknowledge)
+            self.advance_lr_scheduler(batch_slice.step + 1)
+            self._progress.step = max(before, batch_slice.step + 1)
         info = StepInfo(
             step=batch_slice.step,
             num_samples=batch_slice.num_samples,
-            loss=loss,
+            loss=mean_loss(losses, pipeline.loss_counts) if losses else None,
+            num_labels=float(sum(pipeline.loss_counts)) if losses else 0.0,
             seconds=time.perf_counter() - start,
         )
         if pipeline.is_first:
             self._time_step(info.seconds)
+        self._warn_if_not_finite(info)
         self._record(info, start)
-        self._save_if_due(batch_slice.step + 1)
+        self._save_if_due(before, batch_slice.step + 1)
         for callback in self._context.config.callbacks:
             callback(info)
         return info
@@ -464,7 +505,6 @@ class Phase:
             pipeline.end_batches()
             return None
         next_ranges = self.sampler.peek()
-        self._context.loss.weight = batch_slice.weight
         batch = self._fit.prefetcher.load(batch_slice.ranges, next_ranges)
         arguments, keywords = as_arguments(batch.inputs)
         pipeline.step(
@@ -482,7 +522,6 @@ class Phase:
         pipeline = self._context.pipeline
 
         def target(batch_slice: BatchSlice) -> Any:
-            self._context.loss.weight = batch_slice.weight
             return self._fit.prefetcher.load(batch_slice.ranges, batch_slice.next_ranges).target
 
         try:
@@ -520,6 +559,19 @@ class Phase:
             samples.sampler_state(last_batch=self._context.global_batch.size)
             self._has_ended_samples = True
 
+    def _warn_if_not_finite(self, info: StepInfo) -> None:
+        """Warn of the first non-finite loss after a finite one; the value is known here."""
+        if info.loss is None:
+            return
+        is_finite, was_finite = math.isfinite(info.loss), self._progress.is_loss_finite
+        self._progress.is_loss_finite = is_finite
+        if was_finite and not is_finite:
+            _logger.warning(
+                "step %d: the loss of pipeline %d is %s, and weights may become so; checkpoints "
+                "with finite weights are kept",
+                *(info.step, self._context.worker.pipeline, info.loss),
+            )
+
     def lost_pipelines(self) -> set[int]:
         """Return the pipelines of this phase that are lost; only the leader knows them."""
         sync, pipelines = self.strategy.sync, self._context.pipelines
@@ -534,11 +586,25 @@ class Phase:
             step = self._context.pipeline.num_steps - 1  # the number that action events carry
             log.write("step", start=log.at(start), step=step, values=values)
 
-    def _save_if_due(self, step: int) -> None:
-        """Save if `checkpoint.every` steps are done; `step` global steps are."""
+    def stop_after_last_step(self) -> None:
+        """After an error, set the progress to that after the last complete step, if possible."""
+        progress = self._progress
+        if progress.is_updating:
+            progress.problem = f"the update of step {progress.step} is incomplete"
+        elif isinstance(self.strategy, DecoupledStrategy):
+            progress.problem = "each replica has a shard of the optimizer's state"
+        elif not self.in_lockstep:
+            progress.problem = "the replicas differ, and no longer average"
+        else:
+            assert isinstance(self.sampler, LockstepSampler), "in lockstep"
+            progress.lr_state = self.lr_state()
+            progress.sampler_state = self.sampler.sampler_state(progress.step)
+            progress.optimizer.zero_grad()
+
+    def _save_if_due(self, before: int, step: int) -> None:
+        """Save if `checkpoint.every` steps are done; the last one led from `before` to `step`."""
         progress, checkpointer = self._progress, self._context.checkpointer
         every = self._context.config.checkpoint.every
-        before, progress.step = progress.step, max(progress.step, step)
         is_due = every and step // every > before // every and step < self._fit.num_steps
         if checkpointer is not None and is_due:
             progress.lr_state = self.lr_state()

@@ -15,6 +15,8 @@ import socket
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from polyrhythm.errors import PeerError, UserError
@@ -138,6 +140,32 @@ class PreemptionHandler:
         text = f"{self.why}: still running after {self._grace_period:g} s, exits now"
         print(text, file=sys.stderr, flush=True)
         os._exit(TERMINATED)
+
+
+@contextmanager
+def delay_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the block, so that it is complete; the second one is at once.
+
+    Not if the script has its own handler, or in another thread, which gets no Ctrl-C.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        if received:
+            signal.default_int_handler(number, frame)
+        received.append(number)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if received:
+        raise KeyboardInterrupt
 
 
 class _SigtermCatcher:

@@ -31,6 +31,11 @@ DEVICE = "POLYRHYTHM_DEVICE"  # names the device of a process; the lab sets it
 _SINGLE_PROCESS = DistContext(rank=0, world_size=1, local_rank=0)
 
 
+def machine_name() -> str:
+    """Return the machine of this process; in the lab each device is a machine."""
+    return os.environ.get(DEVICE) or socket.gethostname()
+
+
 class HostInfo(msgspec.Struct, frozen=True):
     """The device and machine of a process, as published to the other processes."""
 
@@ -39,10 +44,8 @@ class HostInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, ctx: DistContext) -> "HostInfo":
-        device, host = os.environ.get(DEVICE), socket.gethostname()
-        if device is not None:
-            return cls(device, device)
-        return cls(f"{host}/{ctx.local_rank}", host)
+        device, machine = os.environ.get(DEVICE), machine_name()
+        return cls(device or f"{machine}/{ctx.local_rank}", machine)
 
 
 @dataclass(slots=True)

@@ -10,14 +10,16 @@ Only the first stage of a pipeline calls the sampler; later stages read the batc
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
+import msgspec
 from msgspec import structs
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.averaging.group_sync import GroupSync
+from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.data.loader import PredictedRanges, resolved_ranges
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice
@@ -31,6 +33,7 @@ class GlobalBatch:
 
     size: int  # samples
     microbatch_size: int
+    first_position: int = 0  # of step 0; another one after a restore with another size
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 1 <= self.microbatch_size <= self.size:
@@ -55,11 +58,53 @@ class GlobalBatch:
             )
         return tuple(each + (pipeline < rest) for pipeline in range(num_pipelines))
 
+    def step_at(self, position: int) -> int:
+        """Return the global step of the sample at a position."""
+        return (position - self.first_position) // self.size
+
+    def start_of(self, step: int) -> int:
+        """Return the number of samples that the steps before `step` use."""
+        return self.first_position + step * self.size
+
     def range_of(self, step: int, microbatches: range) -> Range:
-        """Return the positions of consecutive micro-batches of a step."""
+        """Return the positions of consecutive micro-batches, relative to those of step 0."""
         offset = step * self.size
         start = offset + min(microbatches.start * self.microbatch_size, self.size)
         return start, offset + min(microbatches.stop * self.microbatch_size, self.size)
+
+
+class DataSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What determines the samples of each step; saved in every checkpoint."""
+
+    batch_size: int
+    microbatch_size: int  # recorded only: a step uses the same samples
+    seed: int
+    shuffle: bool
+    num_samples: int | None  # None for an iterable dataset
+    first_position: int = 0  # as in GlobalBatch
+
+    def check_continues(self, saved: "DataSettings") -> None:
+        """Refuse to continue in another order of samples; raises CheckpointError."""
+        for name in ("seed", "shuffle", "num_samples"):
+            here, there = getattr(self, name), getattr(saved, name)
+            if here != there:
+                same = "the same dataset"
+                if name != "num_samples":
+                    same = f"data=pr.DataConfig({name}={there})"
+                raise CheckpointError(
+                    f"{name}={here}, and the checkpoint has {name}={there}",
+                    expected="the data of the checkpoint: in another order, samples that were used "
+                    "would be used again, and others not at all",
+                    fix=f"pass {same}, or restore(restart_data=True) to keep weights, optimizer "
+                    "and step, and to read the data from its first sample on",
+                )
+
+    def continued(self, global_batch: GlobalBatch, step: int, num_used: int) -> GlobalBatch:
+        """Return the batch after a restore at `step`: its samples follow the used ones."""
+        first = self.first_position
+        if global_batch.size != self.batch_size:
+            first = num_used - step * global_batch.size
+        return replace(global_batch, first_position=first)
 
 
 def microbatch_ranges(shares: Sequence[int]) -> list[range]:
@@ -94,7 +139,7 @@ class StepCursor:
         """`end`: the number of global steps, counted from the start of training."""
         self.global_batch, self._initial = global_batch, sampler_state
         self._start, self._remaining = sampler_state.num_used, RemainingSamples(sampler_state)
-        self._num_made, self._first = 0, sampler_state.num_used // global_batch.size
+        self._num_made, self._first = 0, global_batch.step_at(sampler_state.num_used)
         self._num_steps = end - self._first
 
     @property
@@ -115,9 +160,10 @@ class StepCursor:
         start, end = self.global_batch.range_of(self._num_made, microbatches)
         return self._remaining.ranges(self._start + start, self._start + end)
 
-    def sampler_state(self) -> SamplerState:
-        """Return the state after all started steps are done."""
-        used = self._start + self._num_made * self.global_batch.size
+    def sampler_state(self, step: int | None = None) -> SamplerState:
+        """Return the state after all started steps are done, or after `step` global steps."""
+        num_made = self._num_made if step is None else step - self._first
+        used = self._start + num_made * self.global_batch.size
         left = self._remaining.ranges(used, used + self._initial.next)
         pool = tuple((low, min(high, self._initial.next)) for low, high in left)
         pool = tuple((low, high) for low, high in pool if low < high)
@@ -138,7 +184,7 @@ class BatchSampler(Protocol):
         """Return which samples are used, for a checkpoint."""
 
 
-class _LockstepSampler:
+class LockstepSampler:
     """All pipelines know the shares of a step."""
 
     def __init__(self, steps: StepCursor, microbatches: range) -> None:
@@ -151,11 +197,11 @@ class _LockstepSampler:
     def acknowledge(self) -> None:
         """Do nothing: all pipelines know which samples are used."""
 
-    def sampler_state(self) -> SamplerState:
-        return self._steps.sampler_state()
+    def sampler_state(self, step: int | None = None) -> SamplerState:
+        return self._steps.sampler_state(step)
 
 
-class FixedShareSampler(_LockstepSampler):
+class FixedShareSampler(LockstepSampler):
     """Each pipeline has the same micro-batches of each step.
 
     If gradients are averaged over pipelines, a pipeline's loss is weighted by its samples.
@@ -175,7 +221,7 @@ class FixedShareSampler(_LockstepSampler):
         return structs.replace(found, weight=weight)
 
 
-class BalancedShareSampler(_LockstepSampler):
+class BalancedShareSampler(LockstepSampler):
     """Shares follow the pipelines' speed; gradients are weighted by micro-batches (`balanced`)."""
 
     def __init__(self, steps: StepCursor, sync: GroupSync) -> None:
@@ -210,7 +256,7 @@ class DispatchedSampler:
         self._request_next()
         self._requests.popleft()
         self._number += 1
-        step = max(end - 1 for _, end in ranges) // self._global_batch.size
+        step = self._global_batch.step_at(max(end - 1 for _, end in ranges))
         return BatchSlice(step, ranges)
 
     def peek(self) -> PredictedRanges:

@@ -40,6 +40,7 @@ class StepTimeExchange:
         self._num_read = dict.fromkeys(pipelines, 0)  # publications, by pipeline
         self._unpublished: list[StepTiming] = []
         self._num_made = 0  # steps of this phase
+        self._stays = shape.is_one_machine
 
     def begin(self, sync_mode: str, step: int) -> None:
         """Start a phase of training in one sync mode."""
@@ -51,7 +52,10 @@ class StepTimeExchange:
         self._num_published, self._num_read = 0, dict.fromkeys(self._ranks, 0)
         self._unpublished, self._num_made = [], 0
         if self._phase == 0 and self._is_leader:
-            self._record(sync_mode, step, "training starts in lockstep and is measured", {})
+            why = "training starts in lockstep and is measured"
+            if self._stays:
+                why = "all pipelines are on one machine, where training stays in lockstep"
+            self._record(sync_mode, step, why, {})
 
     def add_timing(self, timing: StepTiming) -> None:
         """Add the timing of a step, on the first stage of this pipeline."""

@@ -12,14 +12,17 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -32,11 +35,12 @@ from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
-from polyrhythm.run.comm.store import JobStore
+from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
+from polyrhythm.run.pipeline.loss import LossFunction
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition, build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.autoplan import choose_global_batch, choose_plan, choose_shares
@@ -53,14 +57,15 @@ from polyrhythm.run.trainer.fit_loop import (
     FitLoop,
     StepInfo,
     TrainProgress,
-    WeightedLoss,
 )
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
 from polyrhythm.run.trainer.run_dir import lock_run_dir
+from polyrhythm.run.trainer.sampler import DataSettings
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
+from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.sync.setup import check_sync
 from polyrhythm.types import AUTO, Bytes, Seconds, Worker
@@ -82,6 +87,8 @@ class Trainer:
 
     step = RenamedAttribute("global_step")
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
+    _failure: str | None = None  # of the last fit
+    _num_saves = 0  # after a failure
 
     @renamed_arguments(
         run="run_dir=",
@@ -103,7 +110,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        loss_fn: Callable[..., Tensor],
+        loss_fn: Callable[..., Any],
         optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer],
         dataset: Dataset[Any],
         *,
@@ -112,7 +119,7 @@ class Trainer:
         plan: Plan | Path | str = AUTO,
         schedule: str = AUTO,
         memory_limit: str | Bytes | None = None,
-        sync: str | SyncConfig = AUTO,
+        sync: str | SyncConfig = "decoupled",
         split: LayerSplit = LayerSplit(),
         lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
         clip_grad_norm: float | None = None,
@@ -126,16 +133,17 @@ class Trainer:
     ) -> None:
         """`model` is the whole model, or a function that builds it; the same in every process.
 
-        `loss_fn(output, target)` returns the mean loss of a micro-batch. `dataset[i]` is a pair
-        (inputs, target); the inputs are one tensor, several, or several by name. `optimizer_fn`
-        makes an optimizer from parameters, `lr_scheduler_fn` its learning rate scheduler, which
-        counts steps. A step is `batch_size` samples, summed over all pipelines.
+        `loss_fn(output, target)` returns the mean loss of a micro-batch, which is weighted by its
+        labels, or (sum, count). `dataset[i]` is a pair (inputs, target); the inputs are one tensor,
+        several, or several by name. `optimizer_fn` makes an optimizer from parameters,
+        `lr_scheduler_fn` its learning rate scheduler, which counts steps. A step is `batch_size`
+        samples, summed over all pipelines.
 
         `plan` assigns stages to devices: a Plan, its file, or auto. `split` names the parts of a
         model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
         is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
         a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
-        overlapping groups while faster.
+        overlapping groups while much faster.
 
         `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` are
         called after every step of this worker. `timeout` bounds every wait for another process;
@@ -147,7 +155,7 @@ class Trainer:
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
-        self._num_fits, self._is_fitting = 0, False
+        self._num_fits, self._is_fitting, self._has_started = 0, False, False
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
@@ -164,7 +172,7 @@ class Trainer:
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
             self._log = EventLog(worker_log(config.run_dir, self.worker), self.worker)
-        self._loss, device = WeightedLoss(loss_fn), membership.device(config.device)
+        device = membership.device(config.device)
         # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
         self.device_mesh = membership.device_mesh(device.type)
         group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
@@ -193,7 +201,6 @@ class Trainer:
             shares=shares,
             pipeline=self.pipeline,
             samples=self._samples,
-            loss=self._loss,
             log=self._log,
             checkpointer=self._checkpointer,
             preemption=self._preemption,
@@ -217,17 +224,19 @@ class Trainer:
         return self.pipeline.module
 
     @renamed_arguments(steps="max_steps=")
-    def fit(self, *, max_steps: int) -> FitResult:
+    def fit(self, *, max_steps: int, overwrite: bool = False) -> FitResult:
         """Train until `max_steps` global steps are done, counted from the start of training.
 
-        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process.
+        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process. A run
+        folder with checkpoints is refused without `restore()`; `overwrite` moves them aside.
         """
         self._check_between_fits("fit()")
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
         store, members = self._context.store, self._context.members
-        settings, fix = {"max_steps": max_steps}, "call fit with one max_steps in all processes"
+        settings = {"max_steps": max_steps, "overwrite": overwrite}
+        fix = "call fit with the same arguments in all processes"
         store.check_consistent(f"fit {self._num_fits}", settings, members, fix=fix)
         if not isinstance(max_steps, int) or max_steps < 0:
             raise LaunchError(
@@ -238,10 +247,9 @@ class Trainer:
         name = f"{self._membership.name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, max_steps)
         if max_steps > self.global_step:
+            self._begin_run("fit()", overwrite=overwrite)
             self._record_run(max_steps - self.global_step)
-            self._is_fitting = True
-            fit_loop.run()
-            self._is_fitting = False
+            self._run(fit_loop)
             self._context = fit_loop.context  # without the pipelines that were lost
         if fit_loop.is_stopped:
             self._exit_preempted()
@@ -261,33 +269,50 @@ class Trainer:
         pipeline, num_pipelines = self.worker.pipeline, self.plan.num_pipelines
         start, end = (order.num_samples * p // num_pipelines for p in (pipeline, pipeline + 1))
         batch_size = max(1, self._global_batch.size // num_pipelines)
-        self._loss.weight = 1.0
         with self._config.precision(self.pipeline.device):
             load = self._make_loader(dataset, order).load
             return evaluate(self.pipeline, load, range(start, end), batch_size)
 
     def save(self) -> None:
-        """Save a checkpoint of the current state; it is on disk when this returns."""
+        """Save a checkpoint of the current state; it is on disk when this returns.
+
+        After an error in `fit`, such as Ctrl-C, the state is that after the last complete step; if
+        it is not known on all stages of the first pipeline, raise LaunchError.
+        """
         self._check_between_fits("save()")
         checkpointer, progress = self._require_checkpointer(), self._progress
+        self._check_last_step()
+        self._begin_run("save()")
         strategy = NoSync(self.pipeline, progress.optimizer, None)
         extra = self._context.extra(progress, progress.sampler_state)
         checkpointer.save(self.global_step, strategy, extra, blocking=True)
         checkpointer.wait()
 
-    def restore(self, path: Path | str | None = None) -> int:
+    def restore(self, path: Path | str | None = None, *, restart_data: bool = False) -> int:
         """Restore a checkpoint, by default the newest of the run, and return its step, or 0.
 
-        The job that saved it may have had another plan. Raises CheckpointError if the checkpoint
-        at `path` is damaged; without `path`, if checkpoints exist and all are damaged.
+        The job that saved it may have had another plan, and another `batch_size`: samples that
+        were used stay used, and steps count on. Another seed, shuffle or number of samples is
+        refused, unless `restart_data`: then the data starts again from its first sample.
+
+        Raises CheckpointError if the checkpoint at `path` is damaged; without `path`, if
+        checkpoints exist and all are damaged.
         """
         self._check_between_fits("restore()")
         progress, checkpoint = self._progress, None if path is None else Path(path)
-        manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer)
+        check = partial(self._context.saved_settings, restarts_data=restart_data)
+        manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer, check)
         if manifest is not None:
             self.pipeline.num_steps = manifest.step
-            if (dataset_state := progress.restore(manifest)) is not None:
+            self._failure = None
+            if manifest.is_finite is False and self.worker == LEADER:
+                warnings.warn(f"the weights of {path} are not finite", stacklevel=2)
+            dataset_state = progress.restore(manifest)
+            if restart_data:
+                progress.sampler_state = SamplerState()
+            elif dataset_state is not None:
                 self._samples.resume_from(dataset_state)
+            self._continue_batches(check(manifest), restart_data)
         return self.global_step
 
     def close(self) -> None:
@@ -301,7 +326,10 @@ class Trainer:
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._close_files()
-        self._membership.leave()
+        if self._failure is None or self.plan.num_workers == 1:
+            self._membership.leave()
+        else:
+            self._membership.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -325,8 +353,10 @@ class Trainer:
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
             part,
-            loss_fn=self._loss,
+            loss_fn=LossFunction(config.loss_fn, counts_labels=True),
             microbatch_sizes=[self._global_batch.microbatch_size],
+            args_chunk_spec=TensorChunkSpec(0),  # samples are collated along the first dimension
+            kwargs_chunk_spec=TensorChunkSpec(0),
             schedule=config.schedule,
             memory_limit=config.memory_limit,
             process_group=group,
@@ -340,6 +370,37 @@ class Trainer:
         if config.schedule == AUTO != planned:
             pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         return pipeline
+
+    def _begin_run(self, what: str, *, overwrite: bool = False) -> None:
+        """Before the first step or save: refuse checkpoints that were not restored."""
+        if self._checkpointer is not None and not self._has_started:
+            begin = partial(self._checkpointer.begin_run, what, overwrite=overwrite)
+            store, members = self._context.store, self._context.members
+            store.run_on_leader(f"the checkpoints before {what} {self._num_fits}", begin, members)
+        self._has_started = True
+
+    def _continue_batches(self, saved: DataSettings | None, restarts_data: bool) -> None:
+        """After a restore, continue with the samples that are not used yet."""
+        step, batch = self.global_step, self._context.global_batch
+        if saved is None and not restarts_data and self.worker == LEADER:
+            warnings.warn(
+                f"the checkpoint of step {step} was saved by an earlier version: whether it has "
+                f"the same batch_size, seed, shuffle and number of samples cannot be checked",
+                stacklevel=3,
+            )
+        if saved is None or restarts_data:
+            first = self._progress.sampler_state.num_used - step * batch.size
+            batch = replace(batch, first_position=first)
+        else:
+            batch = saved.continued(batch, step, self._progress.sampler_state.num_used)
+            if saved.batch_size != batch.size and self.worker == LEADER:
+                _logger.warning(
+                    "restored with batch_size=%d, saved with %d: steps and learning rates continue "
+                    "from step %d, with the samples that are not used yet",
+                    *(batch.size, saved.batch_size, step),
+                )
+        self._global_batch = batch
+        self._context = replace(self._context, global_batch=batch)
 
     def _close_files(self) -> None:
         if self._log is not None:
@@ -365,9 +426,54 @@ class Trainer:
             )
         if self._is_fitting:
             raise LaunchError(
-                f"{what} during fit(), or after fit() has failed",
+                f"{what} during fit()",
+                expected=f"{what} before or after fit()",
+                fix="use CheckpointConfig(every=...)",
+            )
+        # In one process nothing else has failed: it continues after the last complete step.
+        is_known = self.plan.num_workers == 1 and not self._progress.problem
+        if self._failure is not None and not is_known and what not in ("save()", self._may_repair):
+            raise LaunchError(
+                f"{what} after a failed fit(): {self._failure}",
                 expected=f"{what} before or after a complete fit()",
-                fix="use CheckpointConfig(every=...); after a failure restore() in a new Trainer",
+                fix="restore() in a new Trainer; save(), if all stages ended after the same step",
+            )
+
+    @property
+    def _may_repair(self) -> str:
+        """What makes the state after a failed fit known again."""
+        return "restore()" if self.plan.num_workers == 1 else ""
+
+    def _run(self, fit_loop: FitLoop) -> None:
+        self._is_fitting, self._failure = True, None
+        try:
+            fit_loop.run()
+        except BaseException as error:
+            self._failure = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            raise
+        finally:
+            self._is_fitting = False
+
+    def _check_last_step(self) -> None:
+        """After a failed fit, refuse to save if stages have not ended after the same step."""
+        if self._failure is None:
+            return
+        ends = [(self.global_step, self._progress.problem)]
+        stages = Members(tuple(range(self.plan.num_stages)), self._context.members.epoch)
+        if self._context.store.rank in stages.ranks:
+            self._num_saves += 1
+            name = f"the last step for save {self._num_saves}"
+            ends = self._context.store.all_gather_object(name, ends[0], stages)
+        why = next((problem for _, problem in ends if problem), "")
+        steps = [str(step) for step, _ in ends]
+        if not why and len(set(steps)) > 1:
+            why = f"the stages ended after steps {', '.join(steps)}"
+        if why:
+            raise LaunchError(
+                f"save() after a failed fit() ({self._failure}): {why}",
+                expected="weights and optimizer after the same step everywhere",
+                fix="restore() the newest checkpoint in a new Trainer; to stop and save at any "
+                "time, send SIGTERM instead of Ctrl-C",
             )
 
     def _at_exit(self) -> None:

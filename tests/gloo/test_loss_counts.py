@@ -1,0 +1,210 @@
+"""Losses are weighted by their labels: any split gives the result of one process."""
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cross_entropy, mse_loss, nll_loss
+
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.pipeline.batch import mean_loss
+from polyrhythm.run.pipeline.loss import LossFunction, MicrobatchLoss
+from tests.gloo.pipelines import run_single_process
+
+NUM_CLASSES, LENGTH = 5, 4
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def flat_cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def causal(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat_cross_entropy(logits[:, :-1], labels[:, 1:])
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat_cross_entropy(logits, labels, weight=WEIGHTS, label_smoothing=0.1)
+
+
+def other_ignored(logits: Tensor, labels: Tensor) -> Tensor:
+    labels = torch.where(labels == -100, 3, labels)
+    return flat_cross_entropy(logits, labels, ignore_index=3)
+
+
+def negative_likelihood(logits: Tensor, labels: Tensor) -> Tensor:
+    return nll_loss(logits.log_softmax(-1).transpose(1, 2), labels)
+
+
+def by_hand(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return a masked mean without torch's cross-entropy: nan without a label, as its gradient."""
+    kept = labels != -100
+    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -(chosen * kept).sum() / kept.sum()
+
+
+def sum_and_count(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return flat_cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()
+
+
+LOSSES = [
+    flat_cross_entropy,
+    causal,
+    weighted,
+    other_ignored,
+    negative_likelihood,
+    by_hand,
+    sum_and_count,
+]
+
+
+def batch(seed: int, kept: list[int]) -> tuple[Tensor, Tensor]:
+    """Return logits and labels of samples, whose first `kept` labels are not padding."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = len(kept), LENGTH
+    logits = torch.randn(*shape, NUM_CLASSES, generator=generator, dtype=torch.float64)
+    labels = torch.randint(NUM_CLASSES, shape, generator=generator)
+    for row, number in zip(labels, kept, strict=True):
+        row[number:] = -100
+    return logits, labels
+
+
+def split(values: Tensor, sizes: list[int]) -> list[Tensor]:
+    return list(torch.split(values, sizes))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(LOSSES),
+    st.lists(st.lists(st.integers(0, LENGTH), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(0, 999),
+)
+def check_weighted_means(loss: Callable[..., Any], kept: list[list[int]], seed: int) -> None:
+    logits, labels = batch(seed, [number for part in kept for number in part])
+    sizes = [len(part) for part in kept]
+    leaf = logits.clone().requires_grad_()
+    parts = list(zip(split(leaf, sizes), split(labels, sizes), sizes, strict=True))
+    function = LossFunction(loss, counts_labels=True)
+    found = [function(output, target, num_samples=size) for output, target, size in parts]
+    counts = [float(each.count) for each in found if each.count is not None]
+    for each, (output, _, _), count in zip(found, parts, counts, strict=True):
+        each.objective(count / 2.0, 2.0, output).backward()  # 2.0: any unit
+    total = sum(counts)
+    mean = mean_loss([each.mean() for each in found], counts)
+    assert leaf.grad is not None
+    if not total:
+        assert mean is None
+        assert not leaf.grad.any()
+        return
+    whole = logits.clone().requires_grad_()
+    expected = loss(whole, labels)
+    if isinstance(expected, tuple):
+        expected = expected[0] / expected[1]
+    expected.backward()
+    assert mean == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(leaf.grad * 2.0 / total, whole.grad)
+
+
+def test_weighted_means_of_any_split_are_the_mean_of_the_whole(tmp_path: Path) -> None:
+    run_single_process(check_weighted_means, tmp_path)
+
+
+def count_of(loss: Callable[..., Any], output: Any, target: Any) -> Any:
+    return LossFunction(loss, counts_labels=True)(output, target, num_samples=3).count
+
+
+def test_a_loss_without_labels_counts_samples_and_a_bare_mean_nothing() -> None:
+    values = torch.randn(3, 4)
+    assert count_of(mse_loss, values, values) == 3
+    assert LossFunction(mse_loss)(values, values, num_samples=3).count is None
+    soft = torch.full((3, NUM_CLASSES), 1 / NUM_CLASSES)
+    assert count_of(cross_entropy, torch.randn(3, NUM_CLASSES), soft) == 3
+
+
+def test_labels_are_the_only_integers_of_a_target_or_those_named_so() -> None:
+    labels = torch.tensor([[1, -100], [2, 2], [-100, -100]])
+
+    def constant(output: Tensor, target: Any) -> Tensor:
+        return output.mean()
+
+    output = torch.randn(3, 2)
+    assert count_of(constant, output, labels) == 3
+    assert count_of(constant, output, (output, labels)) == 3
+    assert count_of(constant, output, {"labels": labels, "ids": labels}) == 3
+    assert count_of(constant, output, (labels, labels + 1)) == 3  # samples
+    assert count_of(constant, output, labels != -100) == 3  # a mask holds no labels
+
+
+def test_several_cross_entropies_of_unequal_labels_are_weighted_by_samples_with_one_warning() -> (
+    None
+):
+    def two(logits: Tensor, labels: Tensor) -> Tensor:
+        return flat_cross_entropy(logits, labels) + causal(logits, labels)
+
+    function = LossFunction(two, counts_labels=True)
+    for_equal = batch(0, [4, 4, 4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert function(*for_equal, num_samples=3).count == 3
+        assert function(*for_equal, num_samples=3).count == 3
+    with pytest.warns(UserWarning, match=r"weighted by samples; return \(sum, count\)"):
+        assert function(*batch(0, [4, 1, 2]), num_samples=3).count == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(*batch(0, [1, 1, 2]), num_samples=3)
+
+
+def test_two_calls_on_the_same_labels_count_them_once() -> None:
+    def two(logits: Tensor, labels: Tensor) -> Tensor:
+        return flat_cross_entropy(logits, labels) + flat_cross_entropy(-logits, labels)
+
+    assert count_of(two, *batch(0, [4, 1, 0])) == 5
+
+
+def test_a_compiled_loss_is_counted_as_well() -> None:
+    compiled = torch.compile(causal, backend="eager")
+    function = LossFunction(compiled, counts_labels=True)
+    assert [function(*batch(0, kept), num_samples=3).count for kept in ([4, 2, 1], [1, 0, 3])] == [
+        4,
+        2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (torch.zeros(3), r"returned \(3,\)"),
+        (0.5, "returned float"),
+        ((torch.zeros(3), 3), r"returned \(a tensor of shape \(3,\), int\)"),
+        ((torch.zeros(()), torch.zeros(3)), r"shape \(\), a tensor of shape \(3,\)"),
+        ((torch.zeros(()), 1, 2), r"shape \(\), int, int"),
+        ((torch.zeros(()), -1), "a count of -1"),
+        ((torch.zeros(()), math.nan), "a count of nan"),
+    ],
+)
+def test_other_results_of_a_loss_function_are_refused(returned: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message) as raised:
+        LossFunction(lambda output, target: returned)(None, None, num_samples=3)
+    assert "(sum, count)" in str(raised.value)
+
+
+def test_a_loss_that_changes_what_it_counts_is_refused() -> None:
+    answers = iter([torch.zeros(()), (torch.zeros(()), 3)])
+    function = LossFunction(lambda output, target: next(answers))
+    function(None, None, num_samples=3)
+    with pytest.raises(ScheduleError, match="returned a sum and a count, and earlier a mean"):
+        function(None, None, num_samples=3)
+
+
+def test_a_batch_that_is_not_split_is_a_mean_over_its_own_labels() -> None:
+    value = torch.tensor(6.0, requires_grad=True)
+    loss = MicrobatchLoss(value, 3.0, is_sum=True).over_own_count()
+    assert (loss.value.item(), loss.count) == (2.0, 1.0)
+    assert MicrobatchLoss(value, 0.0, is_sum=True).over_own_count().count == 0.0

@@ -1,0 +1,165 @@
+"""After Ctrl-C or another error in fit, the last complete step can be saved, or it is refused."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.optim.lr_scheduler import LambdaLR
+
+from polyrhythm.errors import LaunchError
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.trainer import Trainer
+from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, model, plan_of, run_job, samples, trainer
+
+STEP = 4  # in which the error is raised
+NUM_MICROBATCHES = BATCH // 2
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail() -> None:
+    raise ValueError("an odd sample")
+
+
+class FailingLoss:
+    """Calls a function in the middle of a step."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call, self._num_calls = call, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self._num_calls += 1
+        if self._num_calls == STEP * NUM_MICROBATCHES + 3:
+            self._call()
+        return mse_loss(output, target)
+
+
+class InterruptedAdamW(torch.optim.AdamW):
+    """Receives Ctrl-C in the middle of an update."""
+
+    num_updates = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_updates += 1
+        if self.num_updates == STEP + 1:
+            interrupt()
+        super().step(closure)
+
+
+def trainer_with(loss: Callable[..., Tensor], optimizer: Any, **more: Any) -> Trainer:
+    return Trainer(
+        model,
+        loss,
+        partial(optimizer, lr=1e-2),
+        samples(),
+        batch_size=BATCH,
+        microbatch_size=2,
+        clip_grad_norm=0.5,
+        lr_scheduler_fn=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step / 5)),
+        plan=plan_of(1, 1),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("call", [interrupt, fail])
+def test_one_process_saves_and_continues_after_the_last_complete_step(
+    tmp_path: Path, call: Callable[[], None]
+) -> None:
+    whole, weights = fit(tmp_path, 1, 1)
+    run_dir = tmp_path / "run"
+    with trainer_with(FailingLoss(call), torch.optim.AdamW, run_dir=run_dir) as made:
+        with pytest.raises((KeyboardInterrupt, ValueError)):
+            made.fit(max_steps=NUM_STEPS)
+        assert made.global_step == STEP
+        made.save()
+        again = made.fit(max_steps=NUM_STEPS).losses
+        assert again == pytest.approx(whole[STEP:], abs=1e-6)
+        for name, value in made.model.state_dict().items():
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+    with trainer_with(mse_loss, torch.optim.AdamW, run_dir=run_dir) as made:
+        assert made.restore() == STEP
+        assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(whole[STEP:], abs=1e-6)
+
+
+def test_interrupted_update_is_completed_first(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path, 1, 1)
+    with trainer_with(mse_loss, InterruptedAdamW, run_dir=tmp_path / "run") as made:
+        with pytest.raises(KeyboardInterrupt):
+            made.fit(max_steps=NUM_STEPS)
+        assert made.global_step == STEP + 1
+        made.save()
+        assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(whole[STEP + 1 :], abs=1e-6)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_failed_update_is_not_saved_but_can_be_restored(tmp_path: Path) -> None:
+    class FailingAdamW(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            if made.global_step == STEP and not done:
+                done.append(True)
+                fail()
+            super().step(closure)
+
+    done: list[bool] = []
+    with trainer_with(mse_loss, FailingAdamW, run_dir=tmp_path / "run") as made:
+        made.fit(max_steps=2)
+        made.save()
+        with pytest.raises(ValueError, match="odd"):
+            made.fit(max_steps=NUM_STEPS)
+        for call in (made.save, partial(made.fit, max_steps=6), partial(made.evaluate, samples())):
+            with pytest.raises(LaunchError, match="after a failed fit"):
+                call()
+        assert made.restore() == 2
+        assert len(made.fit(max_steps=6).losses) == 4
+
+
+def run_stages_with(tmp_path: Path, num_stages: int, num_pipelines: int) -> list[Any]:
+    plan = plan_of(num_stages, num_pipelines)
+
+    def work(ctx: DistContext | None) -> Any:
+        calls = FailingLoss(fail)
+        with trainer(plan, run_dir=tmp_path / "run", microbatch_size=2) as made:
+            made._loss._loss_fn = calls
+            calls._num_calls = STEP * NUM_MICROBATCHES * (num_pipelines - 1) // num_pipelines
+            try:
+                made.fit(max_steps=NUM_STEPS)
+            except Exception as error:
+                failed = f"{type(error).__name__}: {error}"
+            refused = []
+            for call in (made.save, partial(made.fit, max_steps=NUM_STEPS)):
+                try:
+                    call()
+                    refused.append("")
+                except LaunchError as error:
+                    refused.append(error.wrong)
+            return failed, made.global_step, *refused
+
+    return run_job(plan.num_workers, work, tmp_path / "job")
+
+
+def test_stages_that_ended_after_the_same_step_can_save(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path, 1, 1)
+    first, last = run_stages_with(tmp_path, 2, 1)
+    assert first[0].startswith("PeerError: lost s1p0")
+    assert last[0] == "ValueError: an odd sample"
+    for _, step, saved, fitted in (first, last):
+        assert (step, saved) == (STEP, "")
+        assert fitted.startswith("fit() after a failed fit(): ")
+    with trainer(plan_of(1, 1), run_dir=tmp_path / "run") as made:
+        assert made.restore() == STEP
+        assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(whole[STEP:], abs=1e-5)
+
+
+def test_sharded_optimizer_is_not_saved_after_an_error(tmp_path: Path) -> None:
+    for _, _, saved, fitted in run_stages_with(tmp_path, 1, 2):
+        assert "shard of the optimizer's state" in saved or "is incomplete" in saved
+        assert fitted.startswith("fit() after a failed fit(): ")
