@@ -76,7 +76,7 @@ def _show(folder: Path, console: "Console") -> None:
     from polyrhythm.events import WORKERS, merged_log
     from polyrhythm.observe.groups import Groups
     from polyrhythm.observe.report import RunReport
-    from polyrhythm.sync.decision_log import decision_log_paths
+    from polyrhythm.sync.decision_log import decision_log_paths, later_paths
     from polyrhythm.tables import print_line
 
     logs = decision_log_paths(folder)
@@ -89,6 +89,10 @@ def _show(folder: Path, console: "Console") -> None:
         if is_run or number:
             print_line(console, "")
         _show_decisions(path, console)
+        newest = [later for later in later_paths(path) if later.exists()]
+        if newest:
+            text = f"{path.name} has only the first decisions; the newest: {newest[-1].name}"
+            print_line(console, text)
 
 
 def _show_decisions(path: Path, console: "Console") -> None:

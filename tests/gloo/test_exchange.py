@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.errors import PeerError
@@ -255,3 +256,28 @@ def test_late_peer_sees_that_the_other_timed_out(tmp_path: Path) -> None:
 
     found = run_stages(2, work, tmp_path)
     assert found == [("no answer", True), ("it has aborted the group", True)]
+
+
+def test_keys_of_connections_are_deleted_once_their_peer_has_committed(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[str]:
+        connections, other = connections_of(ctx), peer(1 - ctx.rank)
+        for number in range(3):
+            exchange_mean(connections, (0, 1), torch.ones(3), number)
+            if number < 2:
+                connections.drop([other.worker])  # as after an abort: they connect anew
+        dist.barrier()
+        connections.commit([Worker(0, 0), Worker(0, 1)])
+        dist.barrier()
+        return [key for key in _get_default_store().list_keys() if "s0p0.1+s0p1.1" in key]
+
+    assert run_stages(2, work, tmp_path) == [[], []]
+
+
+def test_keys_stay_until_all_their_readers_have_committed() -> None:
+    store = dist.HashStore()
+    connections = PeerConnections(store, peer(0))
+    store.set("report", "1")
+    connections.delete_later([Worker(0, rank) for rank in range(3)], ["report"])
+    for rank, is_kept in ((1, True), (1, True), (2, False)):
+        connections.commit([Worker(0, 0), Worker(0, rank)])
+        assert store.check(["report"]) == is_kept

@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from polyrhythm.errors import LaunchError, PlanError, PolicyError, UserError, WorkerError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.trainer import fit_loop
 from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.sync.modes import SyncConfig
@@ -257,3 +258,13 @@ def test_optimizer_of_other_parameters_is_rejected() -> None:
         make(lambda _: torch.optim.SGD(model().parameters(), lr=0.1))
     with pytest.raises(LaunchError, match=r"optimizer_fn .*NoneType"):
         make(lambda _: None)
+
+
+def test_fit_keeps_the_last_steps_and_all_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_loop, "NUM_STEPS_KEPT", 3)
+    seen = []
+    with trainer(plan_of(1, 1), callbacks=[seen.append]) as made:
+        fitted = made.fit(max_steps=7)
+    assert fitted.steps == tuple(seen[-3:])
+    assert list(fitted.losses) == [info.loss for info in seen]
+    assert len(seen) == 7

@@ -3,13 +3,20 @@
 import dataclasses
 import math
 import os
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from polyrhythm.errors import EventError, PolicyError
-from polyrhythm.sync.decision_log import DecisionLog, DecisionReader, replay
+from polyrhythm.sync.decision_log import (
+    MAX_QUEUED,
+    DecisionLog,
+    DecisionReader,
+    later_paths,
+    replay,
+)
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.protocol import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
 from polyrhythm.sync.setup import Setup
@@ -176,3 +183,51 @@ def test_the_same_policy_has_the_same_text() -> None:
     )
     assert first.text == second.text == "age every=1 seed=0 group_size=2 max_age=3"
     assert Setup(policy="local", num_stages=1, num_pipelines=2).text == "local every=500 seed=0"
+
+
+def test_long_log_keeps_its_replayable_start_and_the_newest_decisions(tmp_path: Path) -> None:
+    path, max_bytes, num_timers = tmp_path / "scheduler.jsonl", 4000, 2000
+    scheduler, log = SETUP.scheduler(), DecisionLog(path, SETUP, max_bytes=max_bytes)
+    for event in [*events(), *(Timer(3.0 + number) for number in range(num_timers))]:
+        log.add(event, scheduler.step(event))
+        log.flush()
+    log.close()
+    assert replay(path) is None
+    older, recent = later_paths(path)
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) < 2.1 * max_bytes
+    times, num_before = [], []
+    for each in (path, older, recent):
+        reader = DecisionReader(each)
+        assert reader.setup == SETUP
+        num_before.append(reader.num_before)
+        times.append([decision.event.now for _, decision in reader.decisions()])
+    assert num_before[0] == 0
+    assert num_before[1] + len(times[1]) == num_before[2]
+    assert times[1] + times[2] == [3.0 + n for n in range(num_timers)][-len(times[1] + times[2]) :]
+    with pytest.raises(EventError, match=r"starts after [\d,]+ decisions"):
+        replay(recent)
+    write(path)  # a new log at the same path
+    assert not recent.exists()
+
+
+def test_disk_that_stands_still_delays_no_decision(tmp_path: Path) -> None:
+    """The log is a pipe that nobody reads: a write blocks once it is full."""
+    path, timer = tmp_path / "log", Timer(3.0)
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    log = DecisionLog(path, SETUP, in_background=True)
+    with pytest.warns(UserWarning, match="the disk is slower than the decisions"):
+        for _ in range(2 * MAX_QUEUED // 200):
+            for _ in range(200):
+                log.add(timer, [])
+            log.flush()
+    lines = b""
+    os.set_blocking(reader, True)
+    closing = threading.Thread(target=log.close)
+    closing.start()
+    while data := os.read(reader, 1 << 16):  # until the log is closed
+        lines += data
+    closing.join()
+    os.close(reader)
+    (tmp_path / "copy").write_bytes(lines)
+    assert len(list(DecisionReader(tmp_path / "copy").decisions())) >= MAX_QUEUED

@@ -58,6 +58,15 @@ _MIN_TIMEOUT: Seconds = 0.001  # for gloo, 0 means no limit
 _NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16  # that a tag can distinguish; a tag is below 2**30
 _HANDSHAKE_TIMEOUT: Seconds = 20.0  # of two peers that are both present
 _PAIR = Members((0, 1))  # of a connection
+_CONNECTING, _DECISION = "connecting", "whether both connect"
+_PAIR_KEYS = (  # all that connecting leaves in the store: gloo's addresses, and the rendezvous
+    *("0/0", "0/1", f"{_PAIR.epoch}/{_DECISION}"),
+    *(
+        f"{_PAIR.epoch}/{_CONNECTING}/{rank}{suffix}"
+        for rank in _PAIR.ranks
+        for suffix in ("", "/heartbeats")
+    ),
+)
 
 
 class Peer(NamedTuple):
@@ -91,6 +100,7 @@ class PeerConnections:
         """`store`: a connection for this object alone; a wait for a key blocks all its users."""
         self.store, self.me = store, me
         self._by_peer: dict[Peer, _PeerConnection] = {}
+        self._old_keys: list[tuple[set[Worker], list[str]]] = []  # and who may still read them
 
     def connect(
         self,
@@ -112,9 +122,32 @@ class PeerConnections:
             pair_prefix = (
                 f"{lower.worker}.{lower.incarnation}+{upper.worker}.{upper.incarnation}/{name}"
             )
+            if lower == self.me:
+                self.delete_later([other.worker], [f"{pair_prefix}/{key}" for key in _PAIR_KEYS])
             self._by_peer[other] = _PeerConnection(
                 self._make_group(other, pair_prefix, deadline, should_stop), set(), []
             )
+
+    def delete_later(self, readers: Iterable[Worker], keys: list[str]) -> None:
+        """Delete keys of the store once each reader has committed a later group with this worker.
+
+        Before that it may still read them.
+        """
+        self._old_keys.append(({*readers} - {self.me.worker}, keys))
+
+    def commit(self, members: Iterable[Worker]) -> None:
+        """Free what was kept for members of a group: all of them are done with it."""
+        self.release()
+        if self._old_keys:
+            committed, waiting = set(members), []
+            for readers, keys in self._old_keys:
+                if left := readers - committed:
+                    waiting.append((left, keys))
+                    continue
+                with peer_errors("the store", "deleting keys"):
+                    for key in keys:
+                        self.store.delete_key(key)
+            self._old_keys = waiting
 
     def check_sizes(
         self, peers: Iterable[Peer], size: Bytes, *, tag: int, timeout: Seconds
@@ -229,10 +262,10 @@ class PeerConnections:
         )
         error: PeerError | None = None
         try:
-            pair.barrier("connecting", _PAIR)
+            pair.barrier(_CONNECTING, _PAIR)
         except PeerError as lost:
             error = lost
-        if not pair.set_once("whether both connect", error is None, _PAIR):
+        if not pair.set_once(_DECISION, error is None, _PAIR):
             raise error or self._lost_error(other, start, "it has aborted the group")
 
     def _lost_error(self, other: Peer, start: Seconds, cause: str) -> PeerError:

@@ -329,7 +329,7 @@ class Averager:
             return None
 
     def _commit(self, commit: Commit) -> None:
-        self._connections.release()  # all members have sent Done
+        self._connections.commit(commit.members)  # all members have sent Done
         with self._changed:
             done, self._pending_exchange = self._pending_exchange, None
             assert done is not None, f"group {commit.gid} is committed before our Done"

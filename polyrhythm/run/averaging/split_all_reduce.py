@@ -38,6 +38,7 @@ from polyrhythm.types import Seconds
 _MIN_TIMEOUT: Seconds = 15.0  # as the coordinator's heartbeat timeout
 # Between two survivors that notice a loss: one may first have to wait for a bucket.
 _PEER_TIMEOUT: Seconds = 5.0
+_SURVIVORS = "survivors"  # prefix of the agreement's keys
 _POLL: Seconds = 0.002  # of the survivors' reports, initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
 
@@ -108,7 +109,7 @@ class SplitAllReduce:
 
     def _repair(self, error: PeerError, timeout: Seconds, should_stop: Callable[[], bool]) -> str:
         index = self._members.index(self._connections.me)
-        backend = prefixed("survivors", self._connections.store)
+        backend = prefixed(_SURVIVORS, self._connections.store)
         store = JobStore(backend, index, timeout=_PEER_TIMEOUT)
         members = Members(tuple(range(len(self._members))))
         for attempt in range(len(self._members)):
@@ -119,6 +120,7 @@ class SplitAllReduce:
                 )
             if should_stop():
                 raise error
+            self._delete_later(f"{members.epoch}/{name}", index, list(reports))
             members = Members(tuple(reports))
             if index not in reports or len(reports) == 1:
                 break
@@ -128,6 +130,15 @@ class SplitAllReduce:
         if missing:
             self.streaming_buffer.restore_missing(self._published, missing)
         return f"{error}; kept own numbers for {len(missing)} of {len(self._slices)} shards"
+
+    def _delete_later(self, name: str, index: int, survivors: list[int]) -> None:
+        """Delete the report of this member, and as the first survivor the decision, when read.
+
+        A member that comes later finds nothing, and is its only survivor: it is not among these.
+        """
+        keys = [f"{_SURVIVORS}/{name}/{index}"]
+        keys += [f"{_SURVIVORS}/{name}"] * (survivors[0] == index)
+        self._connections.delete_later((self._members[i].worker for i in survivors), keys)
 
     def _transfer_shards(
         self,

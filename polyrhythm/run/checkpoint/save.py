@@ -227,6 +227,7 @@ def _delete_past_rounds(snapshot: StageSnapshot, context: SaveContext) -> None:
         for value in ("begin", "part", "end"):
             for rank in context.members.ranks:
                 context.store.delete(f"{past}/{value}", context.members, rank=rank)
+        context.store.delete_once(f"{past}/decision", context.members)
         context.rounds.pop(0)
 
 

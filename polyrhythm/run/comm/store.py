@@ -230,6 +230,11 @@ class JobStore:
             for suffix in ("", "/heartbeats"):
                 self._backend.delete_key(key + suffix)
 
+    def delete_once(self, name: str, members: Members) -> None:
+        """Delete the value of `set_once`; a later `set_once` would start over."""
+        with peer_errors(_STORE, f"deleting {name}"):
+            self._backend.delete_key(f"{members.epoch}/{name}")
+
     def _key(self, name: str, rank: int, members: Members) -> str:
         return f"{members.epoch}/{name}/{rank}"
 

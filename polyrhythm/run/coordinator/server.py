@@ -103,7 +103,7 @@ class Coordinator:
         self._socket = RouterSocket(bind, keys, num_peers=len(setup.workers))
         self.address = self._socket.address
         try:
-            self._log = None if log is None else DecisionLog(log, setup)
+            self._log = None if log is None else DecisionLog(log, setup, in_background=True)
         except OSError:
             self._socket.close()
             raise

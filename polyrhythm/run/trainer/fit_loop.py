@@ -12,6 +12,8 @@ import base64
 import logging
 import math
 import time
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -55,6 +57,7 @@ from polyrhythm.sync.replay import JobShape, StepTiming
 from polyrhythm.types import AUTO, Seconds, Worker
 
 _LR_STATE = "the state of the learning rate scheduler"
+NUM_STEPS_KEPT = 1000  # in memory, of a fit
 _logger = logging.getLogger(__name__)
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
@@ -269,7 +272,8 @@ class FitLoop:
                 shape,
                 context.log,
             )
-        self.steps: list[StepInfo] = []
+        self.steps: deque[StepInfo] = deque(maxlen=NUM_STEPS_KEPT)
+        self.losses = array("d")  # of all steps: 8 bytes each
         self.is_stopped = False  # by a preemption notice
 
     def run(self) -> None:
@@ -325,7 +329,7 @@ class FitLoop:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
         window = None if self.exchange is None else self.exchange.num_steps
         while True:
-            self.steps += phase.run(window)
+            phase.run(window)
             if phase.is_over:
                 phase.strategy.average_all()
                 return self._decide(lambda: self._final_decision(phase.sampler.sampler_state()))
@@ -339,7 +343,7 @@ class FitLoop:
 
     def _in_groups(self, phase: "Phase") -> SyncDecision:
         """Train until the samples run out; rank 0 may end them early."""
-        self.steps += phase.run()
+        phase.run()
         phase.strategy.average_all()
         return self._decide(lambda: self._after_groups(phase))
 
@@ -442,12 +446,14 @@ class Phase:
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
         self._has_ended_samples = False  # in groups, on rank 0
 
-    def run(self, max_steps: int | None = None) -> list[StepInfo]:
+    def run(self, max_steps: int | None = None) -> None:
         """Run up to `max_steps` steps; stop early when the samples run out."""
-        steps = list[StepInfo]()
-        while (max_steps is None or len(steps) < max_steps) and (info := self._step()) is not None:
-            steps.append(info)
-        return steps
+        num_steps, fit = 0, self._fit
+        while (max_steps is None or num_steps < max_steps) and (info := self._step()) is not None:
+            num_steps += 1
+            fit.steps.append(info)
+            if info.loss is not None:
+                fit.losses.append(info.loss)
 
     def advance_lr_scheduler(self, step: int) -> None:
         """Advance to the global step; this pipeline may compute only some of the steps."""

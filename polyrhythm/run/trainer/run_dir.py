@@ -17,7 +17,7 @@ from polyrhythm.errors import LaunchError, UserError
 from polyrhythm.events import WORKERS
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.store import JobStore, Members
-from polyrhythm.sync.decision_log import decision_log_paths
+from polyrhythm.sync.decision_log import decision_log_paths, later_paths
 
 CLUSTER, PROFILE, PLAN = "cluster.toml", "profile.json", "plan.json"
 _LOCK = "lock"
@@ -103,8 +103,10 @@ def _lock(run: Path) -> tuple[IO[str] | None, str]:
     if logs.exists():
         previous = next(p for i in count(1) if not (p := run / f"{WORKERS}.{i}").exists())
         logs.rename(previous)
-        for path in decision_log_paths(run):
-            path.rename(previous / path.name)
+        for log in decision_log_paths(run):
+            for path in (log, *later_paths(log)):
+                if path.exists():
+                    path.rename(previous / path.name)
     return lock, ""
 
 

@@ -44,6 +44,10 @@ class StepTimeExchange:
 
     def begin(self, sync_mode: str, step: int) -> None:
         """Start a phase of training in one sync mode."""
+        if self._is_leader:  # the last phase is over on all of them
+            for pipeline in self._ranks:
+                while self._is_published(pipeline):
+                    self._read(pipeline)
         self._phase += 1
         self._num_published, self._num_read = 0, dict.fromkeys(self._ranks, 0)
         self._unpublished, self._num_made = [], 0
@@ -90,15 +94,18 @@ class StepTimeExchange:
             return None
         self.forget(lost())
         times = [list[StepTiming]() for _ in self._ranks]
-        for (pipeline, rank), steps in zip(self._ranks.items(), times, strict=True):
-            while self._store.is_published(
-                self._publication(self._num_read[pipeline]), rank, self._first_stages
-            ):
+        for pipeline, steps in zip(self._ranks, times, strict=True):
+            while self._is_published(pipeline):
                 steps += self._read(pipeline)
         return self._decide(times, step)
 
     def _publication(self, number: int) -> str:
         return f"step timings {number} of phase {self._phase} of {self._name}"
+
+    def _is_published(self, pipeline: int) -> bool:
+        """Whether there are timings that this process has not read yet."""
+        name = self._publication(self._num_read[pipeline])
+        return self._store.is_published(name, self._ranks[pipeline], self._first_stages)
 
     def _read(self, pipeline: int) -> list[StepTiming]:
         name, members = self._publication(self._num_read[pipeline]), self._first_stages

@@ -76,13 +76,9 @@ _logger = logging.getLogger(__name__)
 class FitResult:
     """The steps of one `fit` on this worker, and its duration."""
 
-    steps: tuple[StepInfo, ...]  # this worker's; only last stages have losses
+    steps: tuple[StepInfo, ...]  # this worker's last 1000; callbacks get all of them
+    losses: Sequence[float]  # mean loss of this pipeline's samples in each step; on last stages
     seconds: Seconds
-
-    @property
-    def losses(self) -> tuple[float, ...]:
-        """The mean loss of this pipeline's samples, one value per step."""
-        return tuple(step.loss for step in self.steps if step.loss is not None)
 
 
 class Trainer:
@@ -256,7 +252,8 @@ class Trainer:
             self._context = fit_loop.context  # without the pipelines that were lost
         if fit_loop.is_stopped:
             self._exit_preempted()
-        return FitResult(steps=tuple(fit_loop.steps), seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return FitResult(steps=tuple(fit_loop.steps), losses=fit_loop.losses, seconds=seconds)
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
         """Return the mean loss on a dataset, divided among the pipelines; all workers call it."""
