@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from polyrhythm.errors import PolicyError
 from polyrhythm.run.averaging.buffers import ReplicaState, merge_state
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from tests.grids import num_examples
@@ -86,7 +88,7 @@ def all_finite(tensors: dict[str, Any]) -> bool:
     scale=st.sampled_from([1.0, 1e-12, 1e9]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 def test_averaged_state_is_never_negative_or_infinite(
     kind: str,
     beta: float,
@@ -130,6 +132,16 @@ def test_state_that_only_decays_equals_an_average_before_the_decay() -> None:
     torch.testing.assert_close(second, (mean[1] * torch.tensor([0.6, 0.6, 1.0])).double())
     # The published first moment is known to be in the current one with 0.35, not with 0.6.
     torch.testing.assert_close(first, (-mean[0] * 0.35).double())
+
+
+def test_state_of_integers_is_refused() -> None:
+    """As of an 8-bit optimizer: a mean of codes means nothing."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer.state[model.weight]["codes"] = torch.zeros(2, 2, dtype=torch.uint8)
+    ReplicaState(model, optimizer, "local").flat()
+    with pytest.raises(PolicyError, match="'codes' of SGD holds"):
+        ReplicaState(model, optimizer, "average").flat()
 
 
 def test_forgotten_momentum_does_not_add_up_over_averages() -> None:

@@ -16,11 +16,11 @@ def differs(trial: Trial) -> None:
 
 def fails(trial: Trial) -> None:
     if trial.is_last:
-        raise RuntimeError("as told")
+        raise RuntimeError("on purpose")
 
 
 @pytest.mark.timeout(60)
-def test_differences_errors_and_passes_are_told_apart() -> None:
+def test_differences_errors_and_passes_are_distinguished() -> None:
     runs = [("a", fails), ("b", passes), ("c", differs), ("d", fails), ("e", passes)]
     facts = run_cases([Case(name, 2, run) for name, run in runs])
     assert [(fact.case, fact.value) for fact in facts] == [
@@ -32,7 +32,7 @@ def test_differences_errors_and_passes_are_told_apart() -> None:
     ]
     assert silent(facts) == 1
     assert "rank 1: outputs" in facts[2].detail
-    assert "as told" in facts[0].detail
+    assert "on purpose" in facts[0].detail
 
 
 @pytest.mark.timeout(60)

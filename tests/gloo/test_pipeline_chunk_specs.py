@@ -1,5 +1,7 @@
 """How arguments are split into micro-batches, and outputs merged: torch's chunk specs."""
 
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,14 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.batch import Batch, BatchSplitter, StepInputs, merge_outputs
-from polyrhythm.run.pipeline.options import PipelineOptions
+from polyrhythm.run.pipeline.batch import (
+    Batch,
+    BatchSplitter,
+    StepInputs,
+    merge_outputs,
+    split_targets,
+)
+from polyrhythm.run.pipeline.options import ChunkSpecs, PipelineOptions
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
     assert_close,
@@ -40,7 +48,9 @@ BATCH, LENGTH, WIDTH = 5, 128, 8
 PER_SAMPLE, WHOLE = TensorChunkSpec(0), _Replicate()
 
 
-def options_of(**options: Any) -> PipelineOptions:
+def options_of(
+    args_chunk_spec: Any = None, kwargs_chunk_spec: Any = None, **options: Any
+) -> PipelineOptions:
     usual: dict[str, Any] = {
         "n_microbatches": 2,
         "microbatch_sizes": None,
@@ -52,6 +62,7 @@ def options_of(**options: Any) -> PipelineOptions:
         "timeout": 10.0,
         "memory_limit": None,
         "optimizer_floats": 2.0,
+        "specs": ChunkSpecs(args_chunk_spec, kwargs_chunk_spec),
     }
     return PipelineOptions(**{**usual, **options})
 
@@ -206,6 +217,11 @@ def test_sequence_first_and_broadcast_inputs_equal_one_process(tmp_path: Path) -
     torch.testing.assert_close(results[1][1], output, rtol=0, atol=1e-12)
 
 
+@dataclass
+class Packed:
+    ids: Tensor
+
+
 X = torch.zeros(8, 3)
 SQUARE = torch.zeros(8, 8)  # a mask of T x T positions, or of B samples with T positions
 # Arguments, keywords, options -> parts of the error.
@@ -214,6 +230,13 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, Any], str]] 
     "square argument": ((X, SQUARE), {}, {}, "argument 1 has shape.*args_chunk_spec=.None, Tens"),
     "positions": ((SQUARE,), {"position_ids": torch.zeros(8)}, {}, "may be the samples, or"),
     "table of positions": ((SQUARE,), {"table": torch.zeros(8, 4)}, {}, "may be the samples, or"),
+    "a dict that torch cannot split": (
+        (X,),
+        {"batch": UserDict(ids=torch.zeros(8, 4))},
+        {},
+        "'batch' is a UserDict that holds a tensor of 8 rows.*_Replicate",
+    ),
+    "an object with samples": ((X, Packed(torch.zeros(8))), {}, {}, "argument 1 is a Packed"),
     "other length": ((X,), {"mask": torch.zeros(16, 16)}, {}, "shapes .8, 3. and .16, 16."),
     "own spec, other length": (
         (X,),
@@ -281,6 +304,12 @@ def test_a_later_stage_refuses_what_the_first_would(first: Tensor) -> None:
         )
 
 
+def test_targets_that_cannot_be_split_are_refused() -> None:
+    assert split_targets({"ids": X, "n": 3}, [5, 3])[1]["ids"].shape == (3, 3)
+    with pytest.raises(ScheduleError, match="the target is a Packed"):
+        split_targets([Packed(X)], [5, 3])
+
+
 def test_one_microbatch_is_never_ambiguous() -> None:
     (keywords,) = split(X, options={"n_microbatches": 1}, mask=SQUARE).keywords
     assert keywords["mask"].shape == (8, 8)
@@ -297,6 +326,9 @@ def test_specs_decide_what_is_split() -> None:
     assert shapes(parts(PER_SAMPLE, SQUARE)) == [(4, 8)] * 2  # one for all keywords
     assert shapes(parts({"value": PER_SAMPLE}, torch.zeros(24, 2))) == [(12, 2)] * 2  # 3 a sample
     assert shapes(parts(None, torch.zeros(1, 5))) == [(1, 5)] * 2  # broadcasts, as torch cannot
+    table = Packed(torch.zeros(5, 4))  # has no samples
+    assert parts(None, table) == [table] * 2
+    assert parts({"value": WHOLE}, samples := Packed(SQUARE)) == [samples] * 2
     assert parts(None, "text") == parts(PER_SAMPLE, "text") == ["text"] * 2
     nested = parts({"value": [PER_SAMPLE, WHOLE]}, [SQUARE, SQUARE])
     assert [shapes(part) for part in nested] == [[(4, 8), (8, 8)]] * 2

@@ -4,6 +4,7 @@ Every stage is a real process; results are compared with one process, and with t
 """
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.pipelining import (
     pipe_split,
     pipeline,
 )
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.functional import linear, mse_loss
 
 from polyrhythm.errors import ScheduleError
@@ -36,7 +38,7 @@ from tests.gloo.pipelines import (
 )
 
 CPU = torch.device("cpu")
-INPUTS, TARGET = random_batch(8, 8, seed=1)
+INPUTS, TARGET = random_batch(12, 8, seed=1)
 
 
 class SkipModel(nn.Module):
@@ -62,7 +64,7 @@ class SkipModel(nn.Module):
 
 
 ARGUMENTS = {
-    name: random_batch(8, 8, seed=seed)[0] for seed, name in enumerate(("scale", "x", "shift"), 2)
+    name: random_batch(12, 8, seed=seed)[0] for seed, name in enumerate(("scale", "x", "shift"), 2)
 }
 # As torch names them: stage 1 has `norm`, stage 2 its copy.
 TIED = [{0: "embed.weight", 2: "head.weight"}] + [
@@ -73,7 +75,7 @@ TIED = [{0: "embed.weight", 2: "head.weight"}] + [
 def traced(model: nn.Module) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, while it traces
-        return pipeline(model, tuple(value[:2] for value in ARGUMENTS.values()))
+        return pipeline(model, tuple(value[:3] for value in ARGUMENTS.values()))
 
 
 @pytest.mark.timeout(90)
@@ -94,7 +96,8 @@ def test_traced_stages_with_skips_and_shared_layers_match_one_process(tmp_path: 
         target = TARGET if ctx.rank == 2 else None
         tied = pipe.replicated_params
         options = {"tied": tied, "schedule": "kfkb:2", "timeout": 20}
-        with Pipeline(stage, 4, mse_loss, **options) as ours:
+        by_sample = TensorChunkSpec(0), TensorChunkSpec(0)  # as many columns as samples
+        with Pipeline(stage, 4, mse_loss, *by_sample, **options) as ours:
             outputs = ours.eval(*args, **keywords)
             ours.step(*args, target=target, **keywords)
         return {"outputs": outputs, "gradients": gradients(stage.submod)}
@@ -219,6 +222,13 @@ def test_tied_parameters_of_hand_split_stages_are_summed(tmp_path: Path) -> None
         return model
 
     def work(ctx: DistContext) -> dict[str, Tensor]:
+        for name, is_warned in (("embed", False), ("head", True)):
+            torch.manual_seed(9)  # the same values on both stages, as of a tied model
+            layer = nn.Sequential(OrderedDict({name if ctx.rank else "embed": nn.Linear(8, 8)}))
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                Pipeline(layer, 4, mse_loss, timeout=20).close()
+            assert len(caught) == 2 * is_warned * ctx.rank  # of weight and bias
+            assert all("tied=[{0: 'embed." in str(warning.message) for warning in caught)
         own = slice(0, 2) if ctx.rank == 0 else slice(2, 4)
         stage = PipelineStage(tied_model()[own], ctx.rank, 2, CPU)
         tie = {0: "0.0.weight", 1: "3.0.weight"}

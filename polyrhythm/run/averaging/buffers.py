@@ -235,9 +235,20 @@ def optimizer_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) ->
     All workers need the same lists: a missing tensor is a zero that is thrown away.
     """
     states = [(p, optimizer.state.get(p, {})) for p in parameters]
-    keys = sorted(
-        {key for p, state in states for key, value in state.items() if _is_like(value, p)}
-    )
+    dtypes = {
+        key: value.dtype
+        for p, state in states
+        for key, value in state.items()
+        if _is_like(value, p)
+    }
+    for key, dtype in dtypes.items():
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise PolicyError(
+                f"the state {key!r} of {type(optimizer).__name__} holds {dtype}",
+                expected="floating-point state: codes, masks and counts have no mean",
+                fix='use GroupSync(..., state="local")',
+            )
+    keys = sorted(dtypes)
     return [
         [state[key] if _is_like(state.get(key), p) else torch.zeros_like(p) for key in keys]
         for p, state in states

@@ -8,7 +8,8 @@ smaller.
 Tensors and block masks are split along their first dimension, which counts samples; anything else
 (a flag, a scalar, a tensor with one row) goes unchanged to every micro-batch. Chunk specs, those of
 torch.distributed.pipelining, say otherwise. A tensor that might as well be the same for all samples
-(a mask of T x T positions in a batch of T samples) is refused without one.
+(a mask of T x T positions in a batch of T samples) is refused without one, as is an object that
+hides tensors of samples.
 """
 
 import hashlib
@@ -212,11 +213,10 @@ class BatchSplitter:
 
     def _arguments(self, step_inputs: StepInputs) -> tuple["ArgumentTree", "ArgumentTree"]:
         """Return positional and keyword arguments with what the chunk specs say of them."""
+        specs = self.options.specs
         return (
-            ArgumentTree.of(step_inputs.args, self.options.args_chunk_spec, "args_chunk_spec"),
-            ArgumentTree.of(
-                step_inputs.kwargs, self.options.kwargs_chunk_spec, "kwargs_chunk_spec"
-            ),
+            ArgumentTree.of(step_inputs.args, specs.args_chunk_spec, "args_chunk_spec"),
+            ArgumentTree.of(step_inputs.kwargs, specs.kwargs_chunk_spec, "kwargs_chunk_spec"),
         )
 
     def _sizes(self, batch_size: int) -> list[int]:
@@ -374,10 +374,12 @@ class ArgumentTree:
             if rows is None:
                 raise _mismatch(leaf, batch_size, first)
             leaf.num_rows = rows
-            is_guess = rows and not leaf.has_spec and leaf is not first
-            if num_microbatches == 1 or not is_guess or not isinstance(leaf.value, Tensor):
+            if num_microbatches == 1 or leaf.has_spec or leaf is first:
                 continue
-            if is_ambiguous or leaf.shape[1:2] == (batch_size,):
+            if holds_samples(leaf.value, batch_size):
+                raise _opaque(_name(leaf.key), leaf.value, batch_size, _whole(leaf.key))
+            is_tensor = rows and isinstance(leaf.value, Tensor)
+            if is_tensor and (is_ambiguous or leaf.shape[1:2] == (batch_size,)):
                 raise _ambiguity(leaf, batch_size)
 
     def split(self, sizes: Sequence[int]) -> list[Any]:
@@ -394,11 +396,24 @@ def first_with_samples(arguments: Sequence[ArgumentTree]) -> ArgumentLeaf | None
     return next((x for x in leaves if x.dim is not None and isinstance(x.value, Tensor)), None)
 
 
+def holds_samples(value: object, batch_size: int) -> bool:
+    """Whether an object that cannot be split holds a tensor with as many rows as samples."""
+    if isinstance(value, Tensor | BlockMask | str | int | float | None | type):
+        return False
+    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return any(
+        isinstance(tensor, Tensor) and tensor.shape[:1] == (batch_size,)
+        for tensor in pytree.tree_leaves(list(held.values()))
+    )
+
+
 def split_targets(target: Any, sizes: Sequence[int]) -> list[Any]:
     """Return the targets of every micro-batch, split along the first dimension as torch does."""
     leaves, structure = pytree.tree_flatten(target)
     columns: list[Sequence[Any]] = []
     for leaf in leaves:
+        if len(sizes) > 1 and holds_samples(leaf, sum(sizes)):
+            raise _opaque("the target", leaf, sum(sizes), "")
         if not isinstance(leaf, Tensor) or not leaf.dim():
             columns.append([leaf] * len(sizes))
         elif leaf.shape[0] == sum(sizes):
@@ -527,8 +542,21 @@ def _option(key: int | str, spec: str) -> str:
     return f"args_chunk_spec=({'None, ' * key}{spec},)"
 
 
+def _whole(key: int | str) -> str:
+    return f"{_option(key, '_Replicate()')} from {SPEC_IMPORT}, if it has no samples"
+
+
+def _opaque(name: str, value: object, batch_size: int, whole: str) -> ScheduleError:
+    return ScheduleError(
+        f"{name} is a {type(value).__name__} that holds a tensor of {batch_size} rows, as many as "
+        "the batch has samples",
+        expected="tensors in tuples, lists or dicts, which can be split",
+        fix=f"pass its tensors as a dict{'; ' * bool(whole)}{whole}",
+    )
+
+
 def _mismatch(leaf: ArgumentLeaf, batch_size: int, first: ArgumentLeaf | None) -> ScheduleError:
-    whole = f"{_option(leaf.key, '_Replicate()')} from {SPEC_IMPORT}, if it has no samples"
+    whole = _whole(leaf.key)
     if first is None:
         what = "keyword arguments"
         return _other_batch(what, leaf.length, batch_size, fix=f"{_ONE_BATCH}; {whole}")

@@ -19,6 +19,41 @@ SPEC_IMPORT = "torch.distributed.pipelining.microbatch"  # where users import ch
 TiedNames = Sequence[Mapping[int | str, str]]
 
 
+def is_chunk_spec(spec: object) -> bool:
+    """Whether this is a single spec, in one of torch's ways of writing it, or None."""
+    return spec is None or spec is _Replicate or isinstance(spec, TensorChunkSpec | _Replicate)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpecs:
+    """How arguments are split and outputs merged: a spec, or a tree of specs, for each."""
+
+    args_chunk_spec: Any = None
+    kwargs_chunk_spec: Any = None
+    output_merge_spec: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec"):
+            spec = getattr(self, name)
+            is_output, is_keyword = name == "output_merge_spec", name == "kwargs_chunk_spec"
+            if not is_chunk_spec(spec) and not is_output:
+                kind, shown = (Mapping, "dict by name") if is_keyword else (Sequence, "tuple")
+                if not isinstance(spec, kind):
+                    raise ScheduleError(
+                        f"{name}={spec!r}",
+                        expected=f"a {shown} of specs, or one spec for all arguments",
+                        fix=f"use TensorChunkSpec(dim) from {SPEC_IMPORT}",
+                    )
+            for leaf in pytree.tree_leaves(spec):
+                if not is_chunk_spec(leaf) and not (is_output and isinstance(leaf, _CustomReducer)):
+                    reducer = ", _CustomReducer" if is_output else ""
+                    raise ScheduleError(
+                        f"{name} contains {leaf!r}",
+                        expected=f"TensorChunkSpec(dim), _Replicate(){reducer} or None",
+                        fix=f"import them from {SPEC_IMPORT}",
+                    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
     """The options of `Pipeline`; `text` has those that must be equal on all stages."""
@@ -33,15 +68,12 @@ class PipelineOptions:
     timeout: Seconds
     memory_limit: str | Bytes | None
     optimizer_floats: float
-    args_chunk_spec: Any = None  # a spec, or a tree of specs like the arguments
-    kwargs_chunk_spec: Any = None
-    output_merge_spec: Any = None
+    specs: ChunkSpecs = ChunkSpecs()
     tied: TiedNames | None = None
     has_loss: bool = True
 
     def __post_init__(self) -> None:
         self._check_microbatches()
-        self._check_specs()
         for name in ("tune_every", "window", "timeout"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -139,32 +171,6 @@ class PipelineOptions:
                 expected="one size, or schedule='auto', which chooses",
                 fix="omit schedule",
             )
-
-    def _check_specs(self) -> None:
-        for name in ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec"):
-            spec = getattr(self, name)
-            is_output, is_keyword = name == "output_merge_spec", name == "kwargs_chunk_spec"
-            if not is_chunk_spec(spec) and not is_output:
-                kind, shown = (Mapping, "dict by name") if is_keyword else (Sequence, "tuple")
-                if not isinstance(spec, kind):
-                    raise ScheduleError(
-                        f"{name}={spec!r}",
-                        expected=f"a {shown} of specs, or one spec for all arguments",
-                        fix=f"use TensorChunkSpec(dim) from {SPEC_IMPORT}",
-                    )
-            for leaf in pytree.tree_leaves(spec):
-                if not is_chunk_spec(leaf) and not (is_output and isinstance(leaf, _CustomReducer)):
-                    reducer = ", _CustomReducer" if is_output else ""
-                    raise ScheduleError(
-                        f"{name} contains {leaf!r}",
-                        expected=f"TensorChunkSpec(dim), _Replicate(){reducer} or None",
-                        fix=f"import them from {SPEC_IMPORT}",
-                    )
-
-
-def is_chunk_spec(spec: object) -> bool:
-    """Whether this is a single spec, in one of torch's ways of writing it, or None."""
-    return spec is None or spec is _Replicate or isinstance(spec, TensorChunkSpec | _Replicate)
 
 
 def parse_schedule(text: str) -> ScheduleSpec:

@@ -14,6 +14,7 @@ import difflib
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
@@ -247,26 +248,31 @@ def _check_no_copies(torch_stage: Any) -> None:
 
     Every process has the modules of all stages, so all of them refuse it.
     """
-    seen: dict[tuple[object, ...], tuple[str, str, Tensor]] = {}
+    seen: dict[bytes, tuple[str, str]] = {}
     for submodule, module in torch_stage.pipe_info.graph.owning_module.named_children():
         for name, parameter in module.named_parameters():
             problem = ""
             if "@" in name:  # torch's name for a module that another stage has, too
                 problem = f"{name} of {submodule} is a copy"
-            elif not parameter.is_meta and not isinstance(parameter, DTensor):
-                start = parameter.detach().flatten()[:64].tolist()
-                if not start or bool((parameter == start[0]).all()):
-                    continue  # as of a fresh norm: equal by chance
-                key = (parameter.shape, parameter.dtype, *start)
-                where, other_name, other = seen.setdefault(key, (submodule, name, parameter))
-                if where != submodule and torch.equal(other.cpu(), parameter.cpu()):
-                    problem = f"{name} of {submodule} seems to be a copy of {other_name} of {where}"
+            elif (values := fingerprint(parameter)) is not None:
+                where, other = seen.setdefault(values, (submodule, name))
+                if where != submodule:
+                    problem = f"{name} of {submodule} seems to be a copy of {other} of {where}"
             if problem:
                 raise ScheduleError(
                     problem,
                     expected="the names of shared parameters, whose gradients are summed",
                     fix="pass tied=pipe.replicated_params, which is empty if there are none",
                 )
+
+
+def fingerprint(parameter: Tensor) -> bytes | None:
+    """Hash the first values of a parameter; None if they say nothing: unknown, or all the same."""
+    if parameter.is_meta or isinstance(parameter, DTensor):
+        return None
+    values = parameter.detach().flatten()[:64].tolist()
+    text = f"{parameter.dtype} {tuple(parameter.shape)} {values}"
+    return blake2b(text.encode(), digest_size=16).digest() if len(set(values)) > 1 else None
 
 
 def _named_ties(

@@ -39,9 +39,10 @@ from polyrhythm.run.pipeline.batch import (
     merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
-from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
+from polyrhythm.run.pipeline.options import ChunkSpecs, PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
+    TiedParameter,
     Wiring,
     as_partition,
     check_module,
@@ -55,6 +56,7 @@ from polyrhythm.run.pipeline.runners import (
     PipeDreamRunner,
     TiedGradients,
     check_untied,
+    warn_of_copies,
 )
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
 from polyrhythm.schedule.builders import Schedule
@@ -133,9 +135,7 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
-            args_chunk_spec=args_chunk_spec,
-            kwargs_chunk_spec=kwargs_chunk_spec,
-            output_merge_spec=output_merge_spec,
+            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
             tied=tied,
             has_loss=loss_fn is not None,
         )
@@ -177,11 +177,7 @@ class Pipeline:
         )
         if self.log is not None and self._connections is not None:
             self._executor.clock_offsets = measure_offsets(self._connections)
-        self._tied: TiedGradients | None = None
-        if (partition.tied or tied) and self._connections is not None:
-            self._tied = TiedGradients(self.module, partition.tied, self._connections)
-            if tied:
-                self._tied.check_shapes(nbytes=64 + sum(128 + 4 * len(repr(tie)) for tie in tied))
+        self._tied = self._tie(partition.tied, tied, is_split_here=stage is partition)
         self._runner = self._make_runner(options)
 
     def _check_partition(self, partition: ModelPartition, options: PipelineOptions) -> None:
@@ -213,6 +209,20 @@ class Pipeline:
         )
         connections.check_consistent(options.text)
         return connections
+
+    def _tie(
+        self, found: Sequence[TiedParameter], tied: TiedNames | None, *, is_split_here: bool
+    ) -> TiedGradients | None:
+        if self._connections is None:
+            return None
+        if tied is None and not is_split_here:
+            warn_of_copies(self.module, self._connections)
+        if not found and not tied:
+            return None
+        gradients = TiedGradients(self.module, found, self._connections)
+        if tied:
+            gradients.check_shapes(nbytes=64 + sum(128 + 4 * len(repr(tie)) for tie in tied))
+        return gradients
 
     def _make_runner(self, options: PipelineOptions) -> FlushRunner | PipeDreamRunner:
         if not options.flush:
@@ -580,7 +590,7 @@ class Pipeline:
         if losses is not None:
             losses.clear()
             losses.extend(batch.losses)
-        return merge_outputs(batch.outputs, self._splitter.options.output_merge_spec)
+        return merge_outputs(batch.outputs, self._splitter.options.specs.output_merge_spec)
 
 
 def _same_group(

@@ -14,6 +14,8 @@ Source: Narayanan et al., "PipeDream", SOSP 2019, section 3.3 (weight stashing);
 Algorithm 1. Departure: limits may exceed 1F1B's S-s, to tolerate slow links and stragglers.
 """
 
+import re
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,7 +38,7 @@ from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader
 from polyrhythm.run.pipeline.executor import Executor, local
-from polyrhythm.run.pipeline.partition import TiedParameter, check_module
+from polyrhythm.run.pipeline.partition import TiedParameter, check_module, fingerprint
 from polyrhythm.run.pipeline.transport import Connections
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.check import check
@@ -116,6 +118,33 @@ class TiedGradients:
     def not_owned(self) -> set[Parameter]:
         """Return this stage's tied parameters that an earlier stage owns."""
         return {p for tie, p in self._parameters() if tie.stages[0] != self.connections.stage}
+
+
+def warn_of_copies(module: nn.Module, connections: Connections) -> None:
+    """Warn if stages that were split by hand seem to share a parameter; all stages call this.
+
+    Its copies have equal values under names that differ by more than a number; layers that are
+    copied or built with one seed have equal values, too, but usually the same name.
+    """
+    own = [(name, fingerprint(p)) for name, p in module.named_parameters()]
+    payload, what = msgspec.msgpack.encode(own), "comparing parameters"
+    lengths = connections.all_gather_bytes(str(len(payload)).encode(), 32, what)
+    gathered = connections.all_gather_bytes(payload, 4 + max(map(int, lengths)), what)
+    seen: dict[bytes, tuple[int, str]] = {}
+    for stage, payload in enumerate(gathered):
+        for name, values in msgspec.msgpack.decode(payload, type=list[tuple[str, bytes | None]]):
+            if values is None:
+                continue
+            first, other = seen.setdefault(values, (stage, name))
+            is_named_alike = re.sub(r"\d", "", name) == re.sub(r"\d", "", other)
+            if first != stage == connections.stage and not is_named_alike:
+                warnings.warn(
+                    f"{name} of stage {stage} has the values of {other} of stage {first}; their "
+                    "gradients are summed only if tied= names them: pass "
+                    f"tied=[{{{first}: {other!r}, {stage}: {name!r}}}], or tied=[] if each is "
+                    "trained alone",
+                    stacklevel=3,
+                )
 
 
 def _shape_of(parameter: Parameter) -> str:
