@@ -50,7 +50,7 @@ from polyrhythm.run.trainer.config import (
     TrainerConfig,
     no_run_dir,
 )
-from polyrhythm.run.trainer.evaluate import evaluate
+from polyrhythm.run.trainer.evaluate import BatchDispatcher, evaluate
 from polyrhythm.run.trainer.fit_loop import (
     FitContext,
     FitLoop,
@@ -88,6 +88,7 @@ class Trainer:
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
     _failure: str | None = None  # of the last fit
     _num_saves = 0  # after a failure
+    _num_evaluations = 0
 
     @renamed_arguments(
         run="run_dir=",
@@ -256,7 +257,7 @@ class Trainer:
         return FitResult(steps=tuple(fit_loop.steps), losses=fit_loop.losses, seconds=seconds)
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
-        """Return the mean loss on a dataset, divided among the pipelines; all workers call it."""
+        """Return the mean loss on a dataset; all workers call it, fast pipelines compute more."""
         self._check_between_fits("evaluate()")
         order = make_order(dataset, shuffle=False)
         if order is None:
@@ -265,12 +266,16 @@ class Trainer:
                 expected="a dataset of known length",
                 fix="define __len__ and __getitem__ on it",
             )
-        pipeline, num_pipelines = self.worker.pipeline, self.plan.num_pipelines
-        start, end = (order.num_samples * p // num_pipelines for p in (pipeline, pipeline + 1))
-        batch_size = max(1, self._global_batch.size // num_pipelines)
+        self._num_evaluations += 1
+        dispatcher = BatchDispatcher(
+            self._num_evaluations,
+            self._context.store,
+            self._context.members,
+            order.num_samples,
+            max(1, self._global_batch.size // self.plan.num_pipelines),
+        )
         with self._config.precision(self.pipeline.device):
-            samples = self._make_loader(dataset, order)
-            return evaluate(self.pipeline, samples, range(start, end), batch_size)
+            return evaluate(self.pipeline, self._make_loader(dataset, order), dispatcher)
 
     def save(self) -> None:
         """Save a checkpoint of the current state; it is on disk when this returns.
