@@ -198,8 +198,8 @@ class SlowLoss:
 def test_evaluate_gives_slow_pipelines_fewer_batches_and_waits_for_them(tmp_path: Path) -> None:
     def work(ctx: DistContext | None) -> Any:
         assert ctx is not None
-        with trainer(plan_of(1, 2), timeout=3.0) as made:
-            made._loss._loss_fn = loss = SlowLoss(0.7 * ctx.rank)  # a batch of 6: over a timeout
+        loss = SlowLoss(0.7 * ctx.rank)  # a batch of 6: over a timeout
+        with trainer(plan_of(1, 2), timeout=3.0, loss_fn=loss) as made:
             first, num_samples = made.evaluate(samples()), loss.num_samples
             loss.seconds = 0.0 if ctx.rank else 0.05
             return first, made.evaluate(samples()), num_samples
@@ -224,14 +224,19 @@ def test_evaluate_ends_when_a_pipeline_fails_or_dies(tmp_path: Path) -> None:
         def fail() -> None:
             raise ValueError("an odd sample")
 
-        made, errors = trainer(plan_of(1, 3), timeout=5.0), []
-        for loss in (partial(loss_of, 1, fail), partial(loss_of, 2, partial(os._exit, 0))):
-            made._loss._loss_fn = loss
+        def failing(output: Tensor, target: Tensor) -> Tensor:
+            return losses[0](output, target)
+
+        losses = [partial(loss_of, 1, fail), partial(loss_of, 2, partial(os._exit, 0))]
+        made, errors = trainer(plan_of(1, 3), timeout=5.0, loss_fn=failing), []
+        while losses:
             try:
                 made.evaluate(samples())
             except (LaunchError, PeerError, ValueError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
+            losses.pop(0)
         torch.save(errors, tmp_path / f"errors{ctx.rank}.pt")
+        wait_until((tmp_path / "errors1.pt").exists, "the other survivor: rank 0 serves the store")
         os._exit(0)  # there is no job to leave any more
 
     with LocalJob(work, 3, output_folder=tmp_path) as job:

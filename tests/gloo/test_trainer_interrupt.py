@@ -127,8 +127,7 @@ def run_stages_with(tmp_path: Path, num_stages: int, num_pipelines: int) -> list
 
     def work(ctx: DistContext | None) -> Any:
         calls = FailingLoss(fail)
-        with trainer(plan, run_dir=tmp_path / "run", microbatch_size=2) as made:
-            made._loss._loss_fn = calls
+        with trainer(plan, run_dir=tmp_path / "run", microbatch_size=2, loss_fn=calls) as made:
             calls._num_calls = STEP * NUM_MICROBATCHES * (num_pipelines - 1) // num_pipelines
             try:
                 made.fit(max_steps=NUM_STEPS)

@@ -48,8 +48,9 @@ def trainer(plan: Plan, **more: Any) -> Trainer:
         **more,
     }
     dataset = options.pop("dataset", None) or samples()
+    loss_fn = options.pop("loss_fn", mse_loss)
     optimizer_fn = partial(torch.optim.AdamW, lr=1e-2)
-    return Trainer(model, mse_loss, optimizer_fn, dataset, plan=plan, **options)
+    return Trainer(model, loss_fn, optimizer_fn, dataset, plan=plan, **options)
 
 
 def run_job(
