@@ -78,7 +78,7 @@ class FitResult:
     """The steps of one `fit` on this worker, and its duration."""
 
     steps: tuple[StepInfo, ...]  # this worker's last 1000; callbacks get all of them
-    losses: Sequence[float]  # mean loss of this pipeline's samples in each step; on last stages
+    losses: tuple[float, ...]  # mean loss of this pipeline's samples in each step; on last stages
     seconds: Seconds
 
 
@@ -254,7 +254,9 @@ class Trainer:
         if fit_loop.is_stopped:
             self._exit_preempted()
         seconds = time.perf_counter() - start
-        return FitResult(steps=tuple(fit_loop.steps), losses=fit_loop.losses, seconds=seconds)
+        return FitResult(
+            steps=tuple(fit_loop.steps), losses=tuple(fit_loop.losses), seconds=seconds
+        )
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
         """Return the mean loss on a dataset, divided among the pipelines; all workers call it."""
