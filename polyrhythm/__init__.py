@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.pipeline.loss import add_auxiliary_loss
     from polyrhythm.run.pipeline.partition import LayerSplit
     from polyrhythm.run.pipeline.pipeline import Pipeline
+    from polyrhythm.run.random_streams import RandomStreams, seeded_draws
     from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
     from polyrhythm.run.trainer.fit_loop import StepInfo
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
@@ -61,6 +62,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "PlanOptions",
+    "RandomStreams",
     "ReducedVarianceAdamW",
     "SampleDispatcher",
     "SamplerState",
@@ -81,6 +83,7 @@ __all__ = [
     "read_run",
     "scaled_cluster",
     "scaled_scenario",
+    "seeded_draws",
     "simulate",
     "spot_scenario",
 ]
@@ -102,6 +105,7 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.decoupled.optimizer": ("DistributedOptimizer",),
     "run.pipeline.loss": ("add_auxiliary_loss",),
     "run.pipeline.pipeline": ("Pipeline",),
+    "run.random_streams": ("RandomStreams", "seeded_draws"),
     "run.trainer.config": ("CheckpointConfig", "DataConfig"),
     "run.trainer.fit_loop": ("StepInfo",),
     "run.pipeline.partition": ("LayerSplit",),

@@ -185,11 +185,15 @@ def torch_baseline(pool_worker: PoolWorker, setting: JobSetting) -> None:
         rate = rates(setting.num_steps)(chosen)
         samples, share = _samples(setting, worker)
         batches = GlobalBatch(size=setting.batch, microbatch_size=setting.microbatch_size)
+        is_first, is_last = worker.stage == 0, worker.stage == setting.plan.num_stages - 1
 
         def compute(step: int) -> list[Tensor]:
-            batch, losses = samples.load((batches.range_of(step, share),)), list[Tensor]()
-            given = (batch.inputs,) if worker.stage == 0 else ()
-            schedule.step(*given, target=batch.target, losses=losses, return_outputs=False)
+            given, target, losses = tuple[Tensor, ...](), None, list[Tensor]()
+            if is_first or is_last:
+                batch = samples.load((batches.range_of(step, share),))
+                given = (batch.inputs,) if is_first else ()
+                target = batch.target if is_last else None
+            schedule.step(*given, target=target, losses=losses, return_outputs=False)
             average(list(module.parameters()), own_stage, setting.bucket)
             return losses
 
@@ -259,9 +263,8 @@ def _groups(plan: Plan, worker: Worker) -> tuple[dist.ProcessGroup, dist.Process
 def _samples(setting: JobSetting, worker: Worker) -> tuple[SampleLoader, range]:
     """Return the Trainer's samples in its order, and the micro-batches of this pipeline."""
     text, _ = texts(setting.num_held_out)
-    is_first, is_last = worker.stage == 0, worker.stage == setting.plan.num_stages - 1
     order = make_order(text, seed=SEED, shuffle=True)
-    samples = SampleLoader(text, order, needs_inputs=is_first, needs_target=is_last)
+    samples = SampleLoader(text, order)
     numbers = [pipeline.num_microbatches or 0 for pipeline in setting.plan.pipelines]
     return samples, microbatch_ranges(numbers)[worker.pipeline]
 

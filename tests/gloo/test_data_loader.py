@@ -3,17 +3,21 @@
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from polyrhythm.run.data.loader import SampleLoader
+from polyrhythm.run.data.loader import SampleLoader, check_fingerprint, fingerprint_of
 from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.run.data.reader import DatasetState, make_order
+from polyrhythm.run.pipeline.batch import Microbatch, split_ranges
 
 
 def numbers(count: int) -> TensorDataset:
@@ -61,16 +65,108 @@ def test_batch_holds_the_samples_at_its_positions() -> None:
     assert batch.target.tolist() == [10 * sample for sample in expected]
 
 
-@pytest.mark.parametrize(("inputs", "target"), [(True, False), (False, True), (False, False)])
-def test_stage_loads_only_what_it_needs(inputs: bool, target: bool) -> None:
-    dataset = numbers(4)
-    if not (inputs or target):
-        dataset = Broken()  # it is not read
-    order = make_order(dataset, shuffle=False)
-    samples = SampleLoader(dataset, order, needs_inputs=inputs, needs_target=target)
-    batch = samples.load(((0, 8),))
-    assert (batch.inputs is not None, batch.target is not None) == (inputs, target)
-    assert batch.ranges == ((0, 8),)
+def test_microbatches_are_collated_one_by_one() -> None:
+    samples = SampleLoader(numbers(30), SampleOrder(30, shuffle=False), seed=3)
+    batch = samples.load_microbatches(((3, 6), (18, 23)), [4, 4])
+    assert [m.args[0].tolist() for m in batch.microbatches] == [[3, 4, 5, 18], [19, 20, 21, 22]]
+    assert [m.target.tolist()[0] for m in batch.microbatches] == [30, 190]
+    assert batch.sizes == [4, 4]
+
+
+def noisy_collate(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    drawn = [random.random(), np.random.rand(), torch.rand(1).item()]
+    return torch.stack([x for x, _ in items]), torch.tensor(drawn)
+
+
+def test_draws_follow_from_the_position_and_restore_the_generators() -> None:
+    def drawn(ranges: Any, sizes: list[int], seed: int = 0) -> list[list[float]]:
+        samples = SampleLoader(numbers(9), SampleOrder(9), noisy_collate, seed=seed)
+        return [m.target.tolist() for m in samples.load_microbatches(ranges, sizes).microbatches]
+
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    first = drawn(((0, 4),), [2, 2])
+    after = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    assert after == (random.random(), np.random.rand(), torch.rand(1).item())
+    assert drawn(((0, 2),), [2]) + drawn(((2, 4),), [2]) == first  # of another pipeline
+    assert first[0] != first[1]
+    assert drawn(((0, 4),), [2, 2], seed=1) != first
+
+
+def test_dataset_that_draws_is_not_prefetched() -> None:
+    sizes, ranges = [2, 2], ((0, 4),)
+    plain = SampleLoader(numbers(9), SampleOrder(9))
+    plain.load_microbatches(ranges, sizes)
+    assert plain.prefetch_microbatches(ranges, sizes) is not None
+    drawing = SampleLoader(numbers(9), SampleOrder(9), noisy_collate)
+    drawing.load_microbatches(ranges, sizes)
+    assert drawing.prefetch_microbatches(ranges, sizes) is None
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.rand, lambda: torch.rand(1), lambda: torch.ones(1).normal_()]
+)
+def test_draw_in_the_prefetch_thread_is_noticed(
+    draw: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def collate(items: list[tuple[Tensor, Tensor]]) -> tuple[int, int]:
+        if int(items[0][0]) > 3:
+            draw()
+        return 0, 0
+
+    samples = SampleLoader(numbers(9), SampleOrder(9, shuffle=False), collate)
+    samples.load_microbatches(((0, 4),), [2, 2])
+    assert samples.prefetch_microbatches(((0, 4),), [2, 2]) is not None
+    assert samples.prefetch_microbatches(((4, 8),), [2, 2]) is None
+    assert not caplog.text
+    samples.load_microbatches(((4, 8),), [2, 2])  # seeded
+    assert "positions 4 to 5 draw random numbers and earlier ones did not" in caplog.text
+    assert samples.prefetch_microbatches(((0, 4),), [2, 2]) is None
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+def test_ranges_are_split_without_loss(lengths: list[int], data: st.DataObject) -> None:
+    starts = [100 * i for i in range(len(lengths))]
+    ranges = tuple((start, start + n) for start, n in zip(starts, lengths, strict=True))
+    sizes, left = [], sum(lengths)
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    parts = split_ranges(ranges, sizes)
+    assert [sum(end - start for start, end in part) for part in parts] == sizes
+    positions = [p for part in parts for start, end in part for p in range(start, end)]
+    assert positions == [p for start, end in ranges for p in range(start, end)]
+
+
+def microbatch(**inputs: Any) -> Microbatch:
+    return Microbatch(size=2, kwargs=inputs, target=torch.arange(4.0))
+
+
+def test_fingerprint_differs_with_any_value() -> None:
+    tokens, pixels = torch.arange(24).reshape(2, 12), torch.randn(2, 3, 16, 16)
+    before = fingerprint_of([microbatch(ids=tokens, pixels=pixels, flag=True)])
+    reordered = fingerprint_of([microbatch(flag=True, pixels=pixels, ids=tokens)])
+    check_fingerprint(reordered, before, ((0, 2),))
+    rounded = pixels.double().mul(1 + 1e-6).float()
+    check_fingerprint(
+        fingerprint_of([microbatch(ids=tokens, pixels=rounded, flag=True)]), before, ((0, 2),)
+    )
+    swapped = tokens.clone()
+    swapped[0, 0], swapped[0, 1] = tokens[0, 1], tokens[0, 0]
+    for changed in (
+        {"ids": swapped, "pixels": pixels, "flag": True},
+        {"ids": tokens, "pixels": pixels.roll(1, -1), "flag": True},
+        {"ids": tokens, "pixels": pixels + 0.1 * torch.randn_like(pixels), "flag": True},
+        {"ids": tokens, "pixels": pixels[:, :, 1:], "flag": True},
+        {"ids": tokens, "pixels": pixels, "flag": False},
+        {"ids": tokens, "pixels": pixels},
+    ):
+        with pytest.raises(DataError, match="positions 0 to 1, 7 to 8 differ"):
+            check_fingerprint(fingerprint_of([microbatch(**changed)]), before, ((0, 2), (7, 9)))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Invalid arguments and mismatches are refused at once, with both values; no worker hangs."""
 
+import logging
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.sync.policies.local import OuterNesterov
-from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_failures, train
+from tests.gloo.replicas import TIMEOUT, Point, run_replicas, run_with_failures, target_of, train
 
 BAD = [
     ({"policy": "adaptve"}, "unknown policy: 'adaptve'", "did you mean 'adaptive'?"),
@@ -258,3 +260,57 @@ def test_error_on_rank_0_ends_other_workers_at_once(tmp_path: Path) -> None:
     found = run_with_failures(3, work, tmp_path, lost=set())
     assert found[0] == ("a bug in the training loop", True)
     assert all("the coordinator has ended" in found[rank][0] for rank in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [("adaptive", {}), ("adaptive", {"overlap": True}), ("pairwise", {}), ("age", {"every": 2})],
+)
+def test_non_finite_weights_are_refused_and_do_not_spread(
+    tmp_path: Path, policy: str, more: dict[str, Any]
+) -> None:
+    def work(ctx: DistContext) -> tuple[str, bool]:
+        model, error = Point(), ""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        try:
+            with GroupSync(model, optimizer, policy, timeout=TIMEOUT, **more) as sync:
+                for step in range(12):
+                    optimizer.zero_grad()
+                    model(target_of(ctx.rank)).backward()
+                    optimizer.step()
+                    if ctx.rank == 1 and step == 5:
+                        model.weight.data[2] = float("nan")
+                    sync.step()
+                sync.average_all()
+        except PolicyError as refused:
+            error = refused.wrong
+        dist.barrier()
+        return error, bool(model.weight.isfinite().all())
+
+    found = run_replicas(3, work, tmp_path)
+    wrong = "the weights of s0p1 are not finite, and are not averaged"
+    assert found == [("", True), (wrong, False), ("", True)]
+
+
+def test_non_finite_gradients_reach_all_replicas_with_a_warning(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[bool, list[str]]:
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())
+        logging.getLogger("polyrhythm").addHandler(handler)
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT) as sync:
+            for step in range(5):
+                optimizer.zero_grad()
+                model(target_of(ctx.rank)).backward()
+                if ctx.rank == 1 and step >= 2:
+                    model.weight.grad.fill_(float("inf"))
+                optimizer.step()
+                sync.step()
+        return bool(model.weight.isfinite().any()), records
+
+    found = run_replicas(2, work, tmp_path)
+    assert [is_finite for is_finite, _ in found] == [False, False]
+    warned = "step 2: the gradients of s0p1 are not finite, and with them the average of all"
+    assert found[1][1] == [warned]

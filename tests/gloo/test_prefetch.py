@@ -33,7 +33,7 @@ class Loader:
         self.loaded.append((ranges, threading.current_thread().name))
         if ranges in self.fails:
             raise DataError(f"{ranges} is torn", expected="samples", fix="repair them")
-        return LoadedBatch(ranges, ranges, None)
+        return LoadedBatch(ranges, ranges)  # the ranges stand for micro-batches
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def pending_request(
 
 
 def test_predicted_batch_is_prefetched_once(loader: Loader, prefetch: Prefetcher) -> None:
-    assert prefetch.load(FIRST, SECOND).inputs == FIRST
+    assert prefetch.load(FIRST, SECOND).microbatches == FIRST
     for ranges, next_ranges in ((SECOND, THIRD), (THIRD, ())):
-        assert prefetch.load(ranges, next_ranges).inputs == ranges
+        assert prefetch.load(ranges, next_ranges).microbatches == ranges
     assert loader.loaded == [(FIRST, "MainThread"), (SECOND, "prefetch"), (THIRD, "prefetch")]
 
 
@@ -71,15 +71,15 @@ def test_load_does_not_wait_for_the_prefetch(loader: Loader, prefetch: Prefetche
     assert loader.started.wait(20)  # before `load` is called for it
     assert loader.loaded == [(FIRST, "MainThread")]
     loader.may_load.set()
-    assert prefetch.load(SECOND).inputs == SECOND
+    assert prefetch.load(SECOND).microbatches == SECOND
     assert len(loader.loaded) == 2
 
 
 def test_wrong_prediction_is_discarded_with_its_error(loader: Loader, prefetch: Prefetcher) -> None:
     loader.fails = {SECOND}
     prefetch.load(FIRST, SECOND)
-    assert prefetch.load(THIRD, FIRST).inputs == THIRD
-    assert prefetch.load(FIRST).inputs == FIRST
+    assert prefetch.load(THIRD, FIRST).microbatches == THIRD
+    assert prefetch.load(FIRST).microbatches == FIRST
     assert loader.loaded[-1] == (FIRST, "prefetch")
     with pytest.raises(DataError, match="is torn"):  # now it is requested
         prefetch.load(SECOND, THIRD)
@@ -89,10 +89,10 @@ def test_prefetch_error_is_raised_when_its_batch_is_loaded(
     loader: Loader, prefetch: Prefetcher
 ) -> None:
     loader.fails = {SECOND}
-    assert prefetch.load(FIRST, SECOND).inputs == FIRST
+    assert prefetch.load(FIRST, SECOND).microbatches == FIRST
     with pytest.raises(DataError, match="is torn"):
         prefetch.load(SECOND, THIRD)
-    assert prefetch.load(THIRD).inputs == THIRD  # still usable
+    assert prefetch.load(THIRD).microbatches == THIRD  # still usable
 
 
 def test_unresolved_positions_are_not_prefetched(loader: Loader, prefetch: Prefetcher) -> None:
@@ -100,9 +100,9 @@ def test_unresolved_positions_are_not_prefetched(loader: Loader, prefetch: Prefe
     empty, lost = pending_request(requests, 0), pending_request(requests, 1)
     prefetch.load(FIRST, empty)
     requests.on_receive(Acquired(WORKER, 0, None, ()))
-    assert prefetch.load(SECOND, lost).inputs == SECOND
+    assert prefetch.load(SECOND, lost).microbatches == SECOND
     requests.fail(PeerError("the coordinator", action="training", waited=1.0, cause="gone"))
-    assert prefetch.load(THIRD).inputs == THIRD
+    assert prefetch.load(THIRD).microbatches == THIRD
     assert {thread for _, thread in loader.loaded} == {"MainThread"}
     assert (
         resolved_ranges(empty)
@@ -118,5 +118,5 @@ def test_close_stops_the_thread_while_positions_are_pending(prefetch: Prefetcher
     prefetch.close()
     prefetch.close()
     assert "prefetch" not in {thread.name for thread in threading.enumerate()}
-    assert prefetch.load(FIRST, SECOND).inputs == FIRST  # another fit may start
-    assert prefetch.load(SECOND).inputs == SECOND
+    assert prefetch.load(FIRST, SECOND).microbatches == FIRST  # another fit may start
+    assert prefetch.load(SECOND).microbatches == SECOND

@@ -1,6 +1,9 @@
 """A stopped job resumes from its checkpoint, with any plan, with the same losses."""
 
 import math
+import os
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,14 +11,25 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from polyrhythm.errors import LaunchError
+from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.run.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, to_text
-from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
 from polyrhythm.run.trainer.fit_loop import StepInfo
-from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, plan_of, run_job, samples, trainer
+from tests.gloo.trainer_jobs import (
+    BATCH,
+    NUM_SAMPLES,
+    NUM_STEPS,
+    fit,
+    plan_of,
+    run_job,
+    samples,
+    trainer,
+)
+from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except
 
 STOP_STEP = 6
@@ -167,6 +181,65 @@ def test_other_data_is_refused_unless_it_restarts(tmp_path: Path) -> None:
             assert made.restore(restart_data=True) == 3
             assert [step.step for step in made.fit(max_steps=5).steps] == [3, 4]
             assert made._progress.sampler_state.num_used == 2 * BATCH
+
+
+class SlowLoss:
+    """Takes longer on one pipeline, and counts its samples."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.num_samples = seconds, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        self.num_samples += len(target)
+        return torch.nn.functional.mse_loss(output, target)
+
+
+def test_evaluate_gives_slow_pipelines_fewer_batches_and_waits_for_them(tmp_path: Path) -> None:
+    def work(ctx: DistContext | None) -> Any:
+        assert ctx is not None
+        with trainer(plan_of(1, 2), timeout=3.0) as made:
+            made._loss._loss_fn = loss = SlowLoss(0.7 * ctx.rank)  # a batch of 6: over a timeout
+            first, num_samples = made.evaluate(samples()), loss.num_samples
+            loss.seconds = 0.0 if ctx.rank else 0.05
+            return first, made.evaluate(samples()), num_samples
+
+    found = run_job(2, work, tmp_path)
+    assert len({loss for *losses, _ in found for loss in losses}) == 1  # bit for bit
+    fast, slow = (num_samples for *_, num_samples in found)
+    assert fast + slow == NUM_SAMPLES
+    assert fast > slow > 0
+
+
+def test_evaluate_ends_when_a_pipeline_fails_or_dies(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> None:
+        def loss_of(rank: int, end: Callable[[], object], output: Tensor, target: Tensor) -> Tensor:
+            marker = tmp_path / f"{rank} has a batch"
+            if ctx.rank == rank:
+                marker.touch()
+                end()
+            wait_until(marker.exists, "the other pipeline's batch")
+            return torch.nn.functional.mse_loss(output, target)
+
+        def fail() -> None:
+            raise ValueError("an odd sample")
+
+        made, errors = trainer(plan_of(1, 3), timeout=5.0), []
+        for loss in (partial(loss_of, 1, fail), partial(loss_of, 2, partial(os._exit, 0))):
+            made._loss._loss_fn = loss
+            try:
+                made.evaluate(samples())
+            except (LaunchError, PeerError, ValueError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        torch.save(errors, tmp_path / f"errors{ctx.rank}.pt")
+        os._exit(0)  # there is no job to leave any more
+
+    with LocalJob(work, 3, output_folder=tmp_path) as job:
+        assert job.wait(80)
+    for rank in range(2):
+        failed, died = torch.load(tmp_path / f"errors{rank}.pt")
+        assert "an odd sample" in failed
+        assert died.startswith("PeerError: lost s0p2")
 
 
 class Poison:

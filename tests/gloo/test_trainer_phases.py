@@ -123,12 +123,13 @@ def test_lr_scheduler_that_cannot_be_saved_is_rejected_at_the_start(tmp_path: Pa
     assert not seen, "no step is trained that could not be saved"
 
 
-def test_save_during_fit_is_rejected(tmp_path: Path) -> None:
-    with trainer(plan_of(1, 1), run_dir=tmp_path, callbacks=[lambda end: made.save()]) as made:
-        with pytest.raises(LaunchError, match=r"save\(\) during fit\(\)"):
-            made.fit(max_steps=3)
-        with pytest.raises(LaunchError, match=r"evaluate\(\) during fit\(\)"):
-            made.evaluate([])
+def test_save_and_evaluate_during_fit_are_rejected(tmp_path: Path) -> None:
+    calls: list[Callable[[], object]] = [lambda: made.save(), lambda: made.evaluate([])]
+    with trainer(plan_of(1, 1), run_dir=tmp_path, callbacks=[lambda end: calls[0]()]) as made:
+        for name in ("save", "evaluate"):
+            with pytest.raises(LaunchError, match=rf"{name}\(\) during fit\(\)"):
+                made.fit(max_steps=3)
+            calls.pop(0)
     with trainer(plan_of(1, 1), run_dir=tmp_path) as again:  # the folder is free
         assert again.restore() == 0
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.coordinator.sessions import TensorShapes
 from polyrhythm.run.pipeline.loss import divide_by
+from polyrhythm.types import Worker
 
 OptimizerStateMode = Literal["local", "average"]
 
@@ -205,6 +206,22 @@ class GradientBuffer:
                 fix="use nn.Embedding(..., sparse=False), or a policy that averages models",
             )
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether a buffer has neither nan nor inf; a look at the sum is enough if it is finite."""
+    return bool(flat.sum().isfinite()) or bool(flat.isfinite().all())
+
+
+def check_finite(flat: Tensor, worker: Worker) -> None:
+    """Refuse to average weights that are not finite: the average would spread them."""
+    if not is_finite(flat):
+        raise PolicyError(
+            f"the weights of {worker} are not finite, and are not averaged",
+            expected="finite weights, statistics and averaged optimizer state",
+            fix="use a lower learning rate or clip gradients, and restore this worker from a "
+            "checkpoint; the others keep finite weights",
+        )
 
 
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import WORKERS
-from polyrhythm.run.averaging.buffers import ReplicaState
+from polyrhythm.run.averaging.buffers import ReplicaState, check_finite
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections, all_reduce_mean
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce, StreamingBuffer
@@ -404,6 +404,7 @@ class GroupClient:
         self._timeout, self._clock = rendezvous.timeout, 0
         self._waited: Seconds = 0.0
         self._policy, self._log = rendezvous.setup.policy, log
+        self._averages_models = rendezvous.setup.mode.averages == "model"
         self._workers = rendezvous.setup.workers
         worker, incarnation = self.me = rendezvous.me
         node, policy = rendezvous.nodes[worker], rendezvous.setup.text
@@ -448,14 +449,14 @@ class GroupClient:
     def publish(self, read: Callable[[AverageResult | None], Tensor]) -> Tensor:
         """Publish the buffer that `read` returns, to be averaged in a group."""
         self._clock += 1
-        return self._averager.publish(read, self._clock)
+        return self._averager.publish(self._checked(read), self._clock)
 
     def average_all(
         self, read: Callable[[AverageResult | None], Tensor], step: int
     ) -> AverageResult | None:
         """Average with all workers of the stage; None if there is no other worker."""
         self._clock += 1
-        self._averager.publish(read, self._clock, average_all=True)
+        self._averager.publish(self._checked(read), self._clock, average_all=True)
         self.wait(step, needed="averaging all workers", warn_after=WARN_AFTER)
         return self.pop_result()
 
@@ -501,6 +502,23 @@ class GroupClient:
         self.coordinator_client.close(leave=graceful)
         if self._coordinator is not None:
             self._coordinator.close(self._timeout if graceful else 0.0)
+
+    def _checked(
+        self, read: Callable[[AverageResult | None], Tensor]
+    ) -> Callable[[AverageResult | None], Tensor]:
+        """Refuse models that are not finite; gradients are as in DDP, where all replicas see it."""
+
+        def read_finite(result: AverageResult | None) -> Tensor:
+            flat = read(result)
+            try:
+                check_finite(flat, self.me.worker)
+            except PolicyError as error:
+                if self._log is not None:
+                    self._log.write("average_failed", name=str(self._clock), why=error.wrong)
+                raise
+            return flat
+
+        return read_finite if self._averages_models else read
 
     def _send(self, message: FromWorker) -> None:
         self.coordinator_client.send(message)

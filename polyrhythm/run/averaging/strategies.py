@@ -18,6 +18,7 @@ worker that is alone takes its own model as the mean.
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -27,7 +28,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.run.averaging.buffers import GradientBuffer, ReplicaState
+from polyrhythm.run.averaging.buffers import (
+    GradientBuffer,
+    ReplicaState,
+    check_finite,
+    is_finite,
+)
 from polyrhythm.run.averaging.exchange import all_reduce_mean
 from polyrhythm.run.averaging.parameter_server import ParameterServerClient
 from polyrhythm.run.averaging.rendezvous import Rendezvous
@@ -41,6 +47,7 @@ from polyrhythm.sync.policies.static import NodeLayout
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
+_logger = logging.getLogger(__name__)
 _FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average after training has failed
 
 
@@ -52,6 +59,7 @@ class GradientAveraging:
         if pipeline is not None:
             pipeline.defer_division(True)  # by the labels of all pipelines
         self._is_averaged = False  # the user called average_gradients() before optimizer.step()
+        self._is_finite = True  # the last gradients
         self._hook = model.optimizer.register_step_pre_hook(self._before_update)
 
     def average_gradients(self) -> None:
@@ -92,7 +100,16 @@ class GradientAveraging:
         return None if divisor is None else float(divisor)
 
     def _mean(self, flat: Tensor) -> Tensor | None:
-        """Return the mean of `flat`, or None if this worker is the only one."""
+        """Return the mean of `flat`, or None if this worker is the only one.
+
+        What is not finite is averaged, so that all replicas see it, as with DDP and a GradScaler.
+        """
+        was_finite, self._is_finite = self._is_finite, is_finite(flat)
+        if was_finite and not self._is_finite:
+            _logger.warning(
+                "step %d: the gradients of %s are not finite, and with them the average of all",
+                *(self.num_steps - 1, self._client.me.worker),
+            )
         self._client.publish(lambda _: flat)
         self._client.wait(self.num_steps - 1, needed="averaging gradients")
         result = self._client.pop_result()
@@ -404,13 +421,13 @@ class StaticAveraging:
         members = [self._rendezvous.peer(worker) for worker in workers]
         others = [peer for peer in members if peer != connections.me]
         weights, flat = [1 / len(members)] * len(members), self._model.flat()
+        own = flat.read()
+        check_finite(own, connections.me.worker)
         try:
             has_failed = self._rendezvous.has_failed
             connections.connect(others, str(number), timeout=timeout, should_stop=has_failed)
             flat.write(
-                all_reduce_mean(
-                    connections, members, weights, flat.read(), number=number, timeout=timeout
-                )
+                all_reduce_mean(connections, members, weights, own, number=number, timeout=timeout)
             )
             connections.flush(timeout)  # there is no acknowledgement
         except PeerError as error:
@@ -450,6 +467,7 @@ class ServerAveraging:
     def _push_pull(self, wait: Callable[[Tensor], object]) -> None:
         flat = self._model.flat()
         weights = flat.read()
+        check_finite(weights, self._client.me.worker)
         update = weights.clone()  # changes of weights, then statistics as they are
         update[: self._model.num_weights] -= self._pulled[: self._model.num_weights]
         self._server.push(update)

@@ -153,6 +153,11 @@ class JobStore:
         with peer_errors(_STORE, f"reading {name}"):
             return decode(self._backend.get(key), None) if self._backend.check([key]) else None
 
+    def next_number(self, name: str, members: Members) -> int:
+        """Return 0, then 1 and so on, each to one call of any member; `delete` it afterwards."""
+        with peer_errors(_STORE, f"counting {name}"):
+            return self._backend.add(self._key(name, members.leader, members), 1) - 1
+
     def check_consistent(
         self,
         name: str,
@@ -268,7 +273,7 @@ class JobStore:
 
     def _wait_for(self, keys: dict[int, str], action: str) -> None:
         """Wait for keys until a timeout after the last heartbeat of an owner."""
-        start, pause, warn_after, num_heartbeats = time.monotonic(), _POLL, WARN_AFTER, 0
+        start, pause, warn_after, heartbeats = time.monotonic(), _POLL, WARN_AFTER, dict[int, int]()
         deadline, next_scan, missing = start + self.timeout, start + _SCAN_INTERVAL, dict(keys)
         while not self._backend.check(list(keys.values())):
             if self.check is not None:
@@ -280,12 +285,12 @@ class JobStore:
                 for rank in published:
                     self._read(missing.pop(rank))  # an error ends the wait at once
             if missing and now > deadline - self.timeout / 2:  # few members send heartbeats
-                received = sum(self._backend.add(f"{k}/heartbeats", 0) for k in missing.values())
-                if received > num_heartbeats:
-                    num_heartbeats, deadline = received, now + self.timeout
+                received = {r: self._backend.add(f"{k}/heartbeats", 0) for r, k in missing.items()}
+                if any(number > heartbeats.get(rank, 0) for rank, number in received.items()):
+                    heartbeats, deadline = received, now + self.timeout
             peers = ", ".join(map(self.name_of, missing))
             if missing and now > deadline:
-                cause = "no heartbeat" if num_heartbeats else "no answer"
+                cause = "no heartbeat" if any(heartbeats.values()) else "no answer"
                 raise PeerError(peers, action=action, waited=now - start, cause=cause)
             if now - start > warn_after:
                 me, waited = self.name_of(self.rank), now - start
@@ -295,15 +300,26 @@ class JobStore:
             pause = min(2 * pause, _LONGEST_POLL)
 
     @contextmanager
-    def heartbeats(self, name: str, members: Members) -> Iterator[None]:
-        """Send heartbeats from a thread, while this one prepares the value to publish as `name`."""
+    def heartbeats(self, name: str, members: Members) -> Iterator[Callable[[], None]]:
+        """Send heartbeats from a thread, while this one prepares the value to publish as `name`.
+
+        They end after `MAX_TIMEOUTS` timeouts without a call of the yielded function, which
+        reports progress.
+        """
         key, is_done = self._key(name, self.rank, members), threading.Event()
+        num_left = [0]
+
+        def report_progress() -> None:
+            num_left[0] = MAX_TIMEOUTS * _HEARTBEATS_PER_TIMEOUT
+
+        report_progress()
         with peer_errors(_STORE, "sending a heartbeat"):
             self._backend.add(f"{key}/heartbeats", 1)  # now: others may have waited for long
 
         def send_heartbeats() -> None:
             store: StoreBackend | None = None
-            for _ in range(MAX_TIMEOUTS * _HEARTBEATS_PER_TIMEOUT):
+            while num_left[0] > 0:
+                num_left[0] -= 1
                 if is_done.wait(self.timeout / _HEARTBEATS_PER_TIMEOUT):
                     return
                 try:
@@ -317,7 +333,7 @@ class JobStore:
         thread = threading.Thread(target=send_heartbeats, name="heartbeats", daemon=True)
         thread.start()
         try:
-            yield
+            yield report_progress
         finally:
             is_done.set()
             thread.join(_JOIN_TIMEOUT)

@@ -1,43 +1,81 @@
-"""Load batches, from ranges of positions to collated samples, the next one during training.
+"""Load batches, from ranges of positions to collated micro-batches, the next one during training.
 
-    samples = SampleLoader(dataset, order)  # reads only the inputs or targets that a stage needs
-    prefetcher = Prefetcher(samples.load)
-    batch = prefetcher.load(ranges, next_ranges)  # the positions now, and probably next
+    stage_loader = StageLoader(pipeline, SampleLoader(dataset, order))
+    microbatches, metadata = stage_loader.of_slice(batch_slice, next_ranges)  # first stage
+    microbatches = stage_loader.of_header(header)  # later stages
+
+Each micro-batch is read and collated by itself, with the global random generators seeded by its
+position: what a collator draws, and how far it pads, depends neither on the stage that reads it
+nor on the number of pipelines. All threads share these generators. So a dataset that draws is read
+by the training thread, between steps; one that does not is prefetched, and watched.
+
+A fingerprint of what the first stage has read goes to the other stages, which compare their own:
+a dataset that returns other items in each process would train on inputs and targets of different
+samples. Integers must be equal; floating-point numbers may be rounded differently by machines.
 
 The next positions are a prediction: shares may change, training may end early. If other positions
 are requested, they are loaded synchronously, and the prefetched batch is dropped with its error, if
 any. An error of a prefetched batch is raised when the batch is requested.
 """
 
+import hashlib
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import torch
+from msgspec import structs
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from polyrhythm.run.coordinator.client import SampleFuture
 from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.run.data.reader import DatasetState, make_reader
+from polyrhythm.run.pipeline.batch import (
+    BatchHeader,
+    BatchSlice,
+    Fingerprint,
+    Microbatch,
+    split_ranges,
+)
+from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.pipeline.stage_modules import later_stage_keywords
+from polyrhythm.run.random_streams import seeded_draws, watched_draws
 from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.types import Seconds
 
+_logger = logging.getLogger(__name__)
+
 Collate = Callable[[list[Any]], Sequence[Any]]
 PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or a future of them; () for none
+_NUM_SUMS, _NUM_ELEMENTS = 16, 7  # of a fingerprint; elements of each tensor
+_TOLERANCE = 1e-3  # far above rounding, far below a random draw
 CLOSE_TIMEOUT: Seconds = 5.0  # for the sample that the thread is loading
 
 
-class LoadedBatch(NamedTuple):
-    """Collated samples; inputs or target that the stage does not need are None."""
-
+class CollatedSamples(NamedTuple):
     ranges: Ranges
     inputs: Any
     target: Any
 
 
+class LoadedBatch(NamedTuple):
+    ranges: Ranges
+    microbatches: Sequence[Microbatch]
+    fingerprint: Fingerprint | None = None  # only in a pipeline of several stages
+
+    @property
+    def sizes(self) -> list[int]:
+        return [microbatch.size for microbatch in self.microbatches]
+
+
 class SampleLoader:
-    """Loads batches in one process. Any thread may call it; one at a time reads."""
+    """Loads batches in one process. Any thread may call it; one at a time reads a micro-batch."""
 
     def __init__(
         self,
@@ -45,38 +83,72 @@ class SampleLoader:
         order: SampleOrder | None,
         collate_fn: Collate | None = None,
         *,
-        needs_inputs: bool = True,
-        needs_target: bool = True,
+        seed: int = 0,
+        has_fingerprints: bool = False,
     ) -> None:
-        """`collate_fn` turns a list of items into (inputs, target); the default is torch's.
-
-        The first stage of a pipeline needs inputs, the last one targets.
-        """
+        """`collate_fn` turns a list of items into (inputs, target); the default is torch's."""
         self.num_samples = None if order is None else order.num_samples  # None: iterable
         self._reader = make_reader(dataset, order)
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
-        self._needs = (needs_inputs, needs_target)
+        self._seed, self._has_fingerprints = seed, has_fingerprints
         self._read_lock = threading.Lock()
+        self._draws = False  # the dataset or `collate_fn` has drawn random numbers
+        self._may_draw = False  # in the prefetch thread; another thread may have drawn them
 
-    def load(self, ranges: Ranges) -> LoadedBatch:
-        """Load a batch synchronously, in the calling thread."""
-        if not any(self._needs):
-            return LoadedBatch(ranges, None, None)
+    def load(self, ranges: Ranges) -> CollatedSamples:
+        """Load and collate samples in the calling thread, with seeded random generators."""
         with self._read_lock:
-            items = list(self._reader.read(ranges))
+            with seeded_draws(self._seed, -1):  # a stream that it starts again, and skips
+                self._reader.seek(ranges)
+            with seeded_draws(self._seed, ranges[0][0]) as watch:
+                collated = self._collated(ranges)
+        if watch.has_drawn and not self._draws and self._may_draw:
+            _logger.warning(
+                "samples at positions %s draw random numbers and earlier ones did not: dropout "
+                "masks of the last step may differ from those on another number of processes",
+                _shown(ranges),
+            )
+        self._draws = self._draws or watch.has_drawn
+        return collated
+
+    def load_microbatches(self, ranges: Ranges, sizes: Sequence[int]) -> LoadedBatch:
+        """Load a batch in the training thread; no other thread may draw random numbers."""
+        return self._batch(ranges, [self.load(part) for part in split_ranges(ranges, sizes)])
+
+    def prefetch_microbatches(self, ranges: Ranges, sizes: Sequence[int]) -> LoadedBatch | None:
+        """Load a batch in another thread, without seeds; None if it draws random numbers."""
+        parts = list[CollatedSamples]()
+        for part in split_ranges(ranges, sizes):
+            if self._draws:
+                return None
+            with self._read_lock, watched_draws() as watch:
+                parts.append(self._collated(part))
+            if watch.has_drawn:
+                self._may_draw = True
+                return None
+        return self._batch(ranges, parts)
+
+    def _batch(self, ranges: Ranges, parts: Sequence[CollatedSamples]) -> LoadedBatch:
+        microbatches = list[Microbatch]()
+        for part in parts:
+            args, kwargs = as_arguments(part.inputs)
+            size = num_positions(part.ranges)
+            microbatches.append(Microbatch(size=size, args=args, kwargs=kwargs, target=part.target))
+        fingerprint = fingerprint_of(microbatches) if self._has_fingerprints else None
+        return LoadedBatch(ranges, microbatches, fingerprint)
+
+    def _collated(self, ranges: Ranges) -> CollatedSamples:
+        items = list(self._reader.read(ranges))
         try:
             inputs, target = self._collate(items)
         except Exception as error:
-            positions = ", ".join(f"{start} to {end - 1}" for start, end in ranges)
             raise DataError(
-                f"{len(items)} samples at positions {positions} cannot be collated: "
+                f"{len(items)} samples at positions {_shown(ranges)} cannot be collated: "
                 f"{type(error).__name__}: {error}",
                 expected="a list of items that collates to (inputs, target)",
                 fix="pass a collate_fn that returns these two",
             ) from error
-        return LoadedBatch(
-            ranges, inputs if self._needs[0] else None, target if self._needs[1] else None
-        )
+        return CollatedSamples(ranges, inputs, target)
 
     def state_at(self, position: int) -> DatasetState | None:
         """Return the state from which an iterable dataset reaches a position; else None."""
@@ -86,6 +158,77 @@ class SampleLoader:
         """Read an iterable dataset from this state on; earlier positions cannot be read."""
         with self._read_lock:
             self._reader.resume_from(state)
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Turn a dataset's inputs (one tensor, several, or several by name) into arguments."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+
+
+def num_positions(ranges: Ranges) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def fingerprint_of(microbatches: Sequence[Microbatch]) -> Fingerprint:
+    """Summarise all values: one exact number, and sums of floating-point numbers."""
+    exact, sums = hashlib.blake2b(digest_size=7), [0.0] * _NUM_SUMS
+    count = 0
+    for m in microbatches:
+        for leaf in pytree.tree_leaves((m.args, sorted(m.kwargs.items()), m.target)):
+            if not isinstance(leaf, Tensor):
+                is_plain = leaf is None or isinstance(leaf, str | int | float | bool)
+                exact.update(repr(leaf if is_plain else type(leaf)).encode())
+                continue
+            exact.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            if leaf.is_floating_point() or leaf.is_complex():
+                for value in _float_sums(leaf):
+                    sums[count % _NUM_SUMS] += value
+                    count += 1
+            elif leaf.layout == torch.strided:
+                exact.update(leaf.detach().cpu().contiguous().numpy().tobytes())
+    number = int.from_bytes(exact.digest(), "little")
+    return number, tuple(sums[: min(count, _NUM_SUMS)])
+
+
+def _float_sums(tensor: Tensor) -> list[float]:
+    """Return values around 1 at most: the mean, and single elements, by the mean magnitude."""
+    if not tensor.numel() or tensor.layout != torch.strided:
+        return []
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = flat.detach().reshape(-1)
+    magnitude = flat.abs().sum(dtype=torch.float64).item() or 1.0
+    places = torch.arange(1, _NUM_ELEMENTS + 1) * 0x9E3779B1 % flat.numel()  # far apart
+    elements = flat[places.to(flat.device)].double().clamp(-1e30, 1e30)
+    values = [flat.sum(dtype=torch.float64) / magnitude, *(elements / magnitude * flat.numel())]
+    return [float(value) for value in values]
+
+
+def check_fingerprint(
+    found: Fingerprint | None, expected: Fingerprint | None, ranges: Ranges
+) -> None:
+    """Refuse samples that differ from those of the first stage."""
+    assert found is not None, "a pipeline of several stages has fingerprints"
+    assert expected is not None, "a pipeline of several stages has fingerprints"
+    tolerance = _TOLERANCE * (1.0 + max(map(abs, expected[1]), default=0.0))
+    is_equal = found[0] == expected[0] and all(
+        abs(a - b) <= tolerance or a == b or (a != a and b != b)
+        for a, b in zip(found[1], expected[1], strict=True)
+    )
+    if is_equal:
+        return
+    raise DataError(
+        f"the samples at positions {_shown(ranges)} differ between the first stage and this one",
+        expected="a dataset and a collate_fn that return the same in every process: inputs and "
+        "targets are read by different stages",
+        fix="draw random numbers from the global generator of torch, numpy or random, which the "
+        "Trainer seeds for each micro-batch, not from one of your own",
+    )
+
+
+def _shown(ranges: Ranges) -> str:
+    return ", ".join(f"{start} to {end - 1}" for start, end in ranges)
 
 
 def resolved_ranges(predicted: PredictedRanges) -> Ranges:
@@ -98,14 +241,19 @@ def resolved_ranges(predicted: PredictedRanges) -> Ranges:
 
 class _PrefetchedBatch(NamedTuple):
     predicted: PredictedRanges
-    batch: "Future[LoadedBatch]"
+    batch: "Future[LoadedBatch | None]"
 
 
 class Prefetcher:
     """Prefetches batches in one process; only the training thread calls `load`."""
 
-    def __init__(self, load: Callable[[Ranges], LoadedBatch]) -> None:
-        self._load = load
+    def __init__(
+        self,
+        load: Callable[[Ranges], LoadedBatch],
+        prefetch: Callable[[Ranges], LoadedBatch | None] | None = None,
+    ) -> None:
+        """`prefetch` loads in the thread; if it returns None, the training thread must load."""
+        self._load, self._prefetch = load, prefetch or load
         self._pending: _PrefetchedBatch | None = None
         self._queue: SimpleQueue[_PrefetchedBatch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -113,11 +261,12 @@ class Prefetcher:
     def load(self, ranges: Ranges, next_ranges: PredictedRanges = ()) -> LoadedBatch:
         """Return the batch at `ranges`, and start to prefetch `next_ranges`."""
         pending, self._pending = self._pending, None
+        batch: LoadedBatch | None = None
         if pending is not None and resolved_ranges(pending.predicted) == ranges:
             batch = pending.batch.result()
-        else:
-            if pending is not None:
-                pending.batch.cancel()
+        elif pending is not None:
+            pending.batch.cancel()
+        if batch is None:
             batch = self._load(ranges)
         if next_ranges:
             self._start(next_ranges)
@@ -149,6 +298,63 @@ class Prefetcher:
             if not ranges or not pending.batch.set_running_or_notify_cancel():
                 continue  # no samples are left, or the batch was dropped
             try:
-                pending.batch.set_result(self._load(ranges))
+                pending.batch.set_result(self._prefetch(ranges))
             except BaseException as error:  # `load` raises it
                 pending.batch.set_exception(error)
+
+
+class StageLoader:
+    """Loads what a stage of a pipeline takes: inputs, keywords of its module, targets."""
+
+    def __init__(self, pipeline: Pipeline, samples: SampleLoader) -> None:
+        self._pipeline, self._samples = pipeline, samples
+        self._prefetcher = Prefetcher(
+            lambda ranges: samples.load_microbatches(ranges, self._sizes(ranges)),
+            lambda ranges: samples.prefetch_microbatches(ranges, self._sizes(ranges)),
+        )
+
+    def of_slice(
+        self, batch_slice: BatchSlice, next_ranges: PredictedRanges = ()
+    ) -> tuple[Sequence[Microbatch], BatchSlice]:
+        """Load a batch on the first stage; return it, and what the other stages need to know."""
+        sizes = self._sizes(batch_slice.ranges)
+        batch = self._load(batch_slice.ranges, sizes, next_ranges)
+        is_read_by_all = self._pipeline.num_stages > 1 and any(
+            later_stage_keywords(self._pipeline.module, m.args, m.kwargs)
+            for m in batch.microbatches
+        )
+        metadata = structs.replace(
+            batch_slice,
+            next_ranges=resolved_ranges(next_ranges),
+            fingerprint=batch.fingerprint,
+            is_read_by_all=is_read_by_all,
+        )
+        return batch.microbatches, metadata
+
+    def of_header(self, header: BatchHeader) -> Sequence[Microbatch]:
+        """Load what a later stage takes of the batch that the header announces."""
+        batch_slice, module = header.metadata, self._pipeline.module
+        assert isinstance(batch_slice, BatchSlice), "the first stage passes it"
+        if not (self._pipeline.is_last or batch_slice.is_read_by_all):
+            return [Microbatch(size=size) for size in header.sizes]
+        batch = self._load(batch_slice.ranges, header.sizes, batch_slice.next_ranges)
+        check_fingerprint(batch.fingerprint, batch_slice.fingerprint, batch_slice.ranges)
+        return [
+            replace(m, args=(), kwargs=later_stage_keywords(module, m.args, m.kwargs))
+            for m in batch.microbatches
+        ]
+
+    def close(self) -> None:
+        """Drop the prefetched batch, and end its thread."""
+        self._prefetcher.close()
+
+    def _sizes(self, ranges: Ranges) -> list[int]:
+        return self._pipeline.split_sizes(num_positions(ranges))
+
+    def _load(
+        self, ranges: Ranges, sizes: Sequence[int], next_ranges: PredictedRanges
+    ) -> LoadedBatch:
+        batch = self._prefetcher.load(ranges, next_ranges)
+        if batch.sizes != sizes:  # the schedule tuner has changed them since the prefetch
+            batch = self._samples.load_microbatches(ranges, sizes)
+        return batch

@@ -6,8 +6,8 @@ dataset has no ids: a sample is its position, and the dataset must have `state_d
 using them; to go back, the reader loads the nearest earlier state. An iterable dataset should
 therefore be cheap to read, or skip efficiently by itself.
 
-A dataset must return the same item each time, in any process: the first stage of a pipeline reads
-the inputs, and the last stage the targets.
+A dataset must return the same item each time, in any process that has seeded the global random
+generators equally: several stages of a pipeline read the same samples.
 """
 
 import base64
@@ -96,6 +96,9 @@ class IndexedReader:
                     ) from error
                 yield item
 
+    def seek(self, ranges: Ranges) -> None:
+        """Do nothing: any sample can be read at once."""
+
     def state_at(self, position: int) -> None:
         return None
 
@@ -117,6 +120,10 @@ class StreamReader:
             self._seek(start)
             for _ in range(start, end):
                 yield self._next()
+
+    def seek(self, ranges: Ranges) -> None:
+        """Skip to the first position; how many samples that skips depends on the process."""
+        self._seek(ranges[0][0])
 
     def state_at(self, position: int) -> DatasetState:
         """Return a state from which the position can be reached."""

@@ -3,7 +3,7 @@
 The first stage has the inputs, decides how to split them, and sends a header to the others. Each
 stage splits its own arguments: the last one targets, all of them keyword arguments. With a given
 number of micro-batches, sizes differ by at most one; with a given size, the last micro-batch may be
-smaller.
+smaller. The Trainer passes micro-batches that are separate already, each padded by itself.
 
 Tensors and block masks are split along their first dimension, which counts samples; anything else
 (a flag, a scalar, a tensor with one row) goes unchanged to every micro-batch. Chunk specs, those of
@@ -34,6 +34,7 @@ from polyrhythm.sync.dispatch import Ranges
 # A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
 MicrobatchKind = int
 INPUTS = "the model's inputs"  # in error messages
+Fingerprint = tuple[int, tuple[float, ...]]  # of collated samples: `data/loader.py`
 
 
 class BatchSlice(msgspec.Struct, frozen=True):
@@ -43,6 +44,8 @@ class BatchSlice(msgspec.Struct, frozen=True):
     ranges: Ranges  # of positions
     weight: float = 1.0  # of the samples' mean loss in the gradient
     next_ranges: Ranges = ()  # of its next step, if known already, for prefetching
+    fingerprint: Fingerprint | None = None  # of the data that the first stage has read
+    is_read_by_all: bool = False  # later stages of the model take inputs, too
 
     @property
     def num_samples(self) -> int:
@@ -71,11 +74,41 @@ class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
         return [size for _, size, count in self.runs for _ in range(count)]
 
 
+def split_ranges(ranges: Ranges, sizes: Sequence[int]) -> list[Ranges]:
+    """Return the positions of each micro-batch; the sizes sum up to those of the ranges."""
+    microbatches, rest = list[Ranges](), list(reversed(ranges))
+    for size in sizes:
+        found = list[tuple[int, int]]()
+        while size:
+            start, end = rest.pop()
+            if end - start > size:
+                rest.append((start + size, end))
+                end = start + size
+            found.append((start, end))
+            size -= end - start
+        microbatches.append(tuple(found))
+    return microbatches
+
+
 END_OF_DATA = BatchHeader(training=True, runs=())
 
 
 class EndOfDataError(Exception):
     """Raised by `step` or `eval` of a stage after the first stage has called `end_batches`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """The arguments of one micro-batch on one stage."""
+
+    size: int
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+# On later stages a function of the header.
+Microbatches = Sequence[Microbatch] | Callable[[BatchHeader], Sequence[Microbatch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +122,7 @@ class StepInputs:
     keeps_outputs: bool
     metadata: Metadata
     training: bool
+    microbatches: Microbatches | None = None  # instead of args, kwargs and target
 
     def check(self, loss_fn: Callable[..., Any] | None, *, is_last: bool) -> None:
         """Refuse to train without a loss, gradients or a target."""
@@ -99,7 +133,7 @@ class StepInputs:
             raise ScheduleError(
                 f"step {problem}", expected="a loss and gradients", fix="call eval() to run forward"
             )
-        if is_last and self.target is None:
+        if is_last and self.target is None and self.microbatches is None:
             raise ScheduleError(
                 "step on the last stage without a target",
                 expected="a target for the loss function to compare the output with",
@@ -110,6 +144,8 @@ class StepInputs:
         """Compute the target of the batch that the header announces, if it is a function."""
         if header == END_OF_DATA:
             raise EndOfDataError
+        if callable(self.microbatches):
+            return replace(self, microbatches=self.microbatches(header))
         if not callable(self.target):
             return self
         return replace(self, target=self.target(header.metadata))
@@ -130,6 +166,7 @@ class Batch:
     is_split: bool  # otherwise, without a flush, each batch is a mean over its own labels
     keeps_outputs: bool
     needs_device_copy: bool  # some tensors are not on the device yet
+    positions: Sequence[int]  # of the first sample of each micro-batch
     first: int = 0  # number of its first micro-batch; not 0 in a pipeline without a flush
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
@@ -160,6 +197,9 @@ class Batch:
         """Return what divides the gradients after the last backward; None if not counted."""
         return sum(self.counts.values()) / self.unit if self.counts and self.is_split else None
 
+    def position(self, microbatch: int) -> int:
+        return self.positions[microbatch - self.first]
+
     def kind(self, microbatch: int) -> MicrobatchKind:
         return self._kinds[microbatch - self.first]
 
@@ -179,6 +219,10 @@ class BatchSplitter:
 
     def make_header(self, step_inputs: StepInputs) -> BatchHeader:
         """Describe how the first stage splits its batch."""
+        training, microbatches = step_inputs.training, step_inputs.microbatches
+        if microbatches is not None:
+            assert not callable(microbatches), "the first stage passes them"
+            return _header_of(microbatches, training, step_inputs.metadata)
         arguments = self._arguments(step_inputs)
         first = first_with_samples(arguments)
         if first is None:
@@ -187,7 +231,7 @@ class BatchSplitter:
                 expected="the model's inputs, with the samples along their first dimension",
                 fix="call step(inputs) on the first stage",
             )
-        sizes, training = self._sizes(first.length), step_inputs.training
+        sizes = self.sizes(first.length)
         other_lengths = (n for dim, n in enumerate(first.shape[:2]) if dim != first.dim)
         is_ambiguous = first.length in other_lengths
         for tree in arguments:
@@ -196,8 +240,10 @@ class BatchSplitter:
         runs = tuple((kinds[size], size, len(list(run))) for size, run in groupby(sizes))
         return BatchHeader(training, runs, step_inputs.metadata, is_ambiguous)
 
-    def batch(self, step_inputs: StepInputs, header: BatchHeader, *, step: int) -> Batch:
-        """Split this stage's arguments as the header prescribes."""
+    def batch(
+        self, step_inputs: StepInputs, header: BatchHeader, *, step: int, num_samples: int
+    ) -> Batch:
+        """Split this stage's arguments as the header prescribes; `num_samples` came before."""
         if header.training != step_inputs.training:
             calls = {True: "step", False: "eval"}
             here, there = calls[step_inputs.training], calls[header.training]
@@ -206,20 +252,24 @@ class BatchSplitter:
                 expected="the same call on every stage",
                 fix="call step and eval in the same order in all processes",
             )
-        sizes, args, target = header.sizes, step_inputs.args, step_inputs.target
+        sizes = header.sizes
         total = sum(sizes) if self.options.scale_grads else None
-        metadata = header.metadata
-        arguments = self._arguments(step_inputs)
-        first = first_with_samples(arguments) if self.is_first else None
-        for tree in arguments if self.is_first else arguments[1:]:
-            tree.resolve(sum(sizes), len(sizes), is_ambiguous=header.is_ambiguous, first=first)
-        leaves = pytree.tree_leaves((args, step_inputs.kwargs, target))
+        microbatches, metadata = step_inputs.microbatches, header.metadata
+        if microbatches is None:
+            microbatches = self._split(step_inputs, header)
+        assert not callable(microbatches), "called when the header came"
+        assert [m.size for m in microbatches] == sizes, "the caller follows the header"
+        ranges: Ranges = ((num_samples, num_samples + sum(sizes)),)
+        if isinstance(metadata, BatchSlice):
+            ranges = metadata.ranges
+        leaves = pytree.tree_leaves([(m.args, m.kwargs, m.target) for m in microbatches])
         return Batch(
             step=step,
             header=header,
-            arguments=arguments[0].split(sizes) if self.is_first else [],
-            keywords=arguments[1].split(sizes),
-            targets=split_targets(target, sizes) if self.is_last else [],
+            arguments=[m.args for m in microbatches],
+            keywords=[dict(m.kwargs) for m in microbatches],
+            targets=[m.target for m in microbatches],
+            positions=[part[0][0] for part in split_ranges(ranges, sizes)],
             loss_kwargs=step_inputs.loss_kwargs,
             loss_weights=[size / total if total else 1.0 for size in sizes],
             # A weight of samples that is 1 on average over pipelines: usually no gradient changes.
@@ -231,6 +281,23 @@ class BatchSplitter:
             ),
         )
 
+    def _split(self, step_inputs: StepInputs, header: BatchHeader) -> list[Microbatch]:
+        sizes, arguments = header.sizes, self._arguments(step_inputs)
+        first = first_with_samples(arguments) if self.is_first else None
+        for tree in arguments if self.is_first else arguments[1:]:
+            tree.resolve(sum(sizes), len(sizes), is_ambiguous=header.is_ambiguous, first=first)
+        nothing: list[Any] = [None] * len(sizes)
+        columns = (
+            sizes,
+            arguments[0].split(sizes) if self.is_first else [()] * len(sizes),
+            arguments[1].split(sizes),
+            split_targets(step_inputs.target, sizes) if self.is_last else nothing,
+        )
+        return [
+            Microbatch(size=size, args=args, kwargs=kwargs, target=target)
+            for size, args, kwargs, target in zip(*columns, strict=True)
+        ]
+
     def _arguments(self, step_inputs: StepInputs) -> tuple["ArgumentTree", "ArgumentTree"]:
         """Return positional and keyword arguments with what the chunk specs say of them."""
         specs = self.options.specs
@@ -239,7 +306,8 @@ class BatchSplitter:
             ArgumentTree.of(step_inputs.kwargs, specs.kwargs_chunk_spec, "kwargs_chunk_spec"),
         )
 
-    def _sizes(self, batch_size: int) -> list[int]:
+    def sizes(self, batch_size: int) -> list[int]:
+        """Return the sizes of the micro-batches of the next batch, on the first stage."""
         if self.options.n_microbatches is not None:
             return sizes_by_number(batch_size, self.options.n_microbatches)
         assert self.microbatch_size is not None, "one of the two is given"
@@ -256,6 +324,24 @@ class BatchSplitter:
                 )
         full, rest = divmod(batch_size, self.microbatch_size)
         return [self.microbatch_size] * full + [rest] * (rest > 0)
+
+
+def _header_of(
+    microbatches: Sequence[Microbatch], training: bool, metadata: Metadata
+) -> BatchHeader:
+    """Describe micro-batches that are separate already: each may have its own kind."""
+    pairs = []
+    for m in microbatches:
+        leaves, structure = pytree.tree_flatten((m.args, m.kwargs))
+        descriptions = [
+            (tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else type(leaf).__name__
+            for leaf in leaves
+        ]
+        pairs.append((_hash_kind(m.size, training, descriptions, str(structure)), m.size))
+    runs = tuple((kind, size, len(list(run))) for (kind, size), run in groupby(pairs))
+    return BatchHeader(training, runs, metadata)
 
 
 def mean_loss(losses: Sequence[Tensor], counts: Sequence[Count]) -> float | None:
@@ -490,7 +576,10 @@ def kind_of(arguments: Sequence[ArgumentTree], size: int, *, training: bool) -> 
     `arguments` are those of the batch: its micro-batches differ only in `size`.
     """
     descriptions = [[leaf.description(size) for leaf in tree.leaves] for tree in arguments]
-    structures = [str(tree.structure) for tree in arguments]
+    return _hash_kind(size, training, descriptions, [str(tree.structure) for tree in arguments])
+
+
+def _hash_kind(size: int, training: bool, descriptions: Any, structures: Any) -> int:
     autocast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     text = repr((training, size, autocast, descriptions, structures))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -26,6 +26,7 @@ from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.loss import NOT_COUNTED, AuxiliaryLosses, Count, LossFunction
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
+from polyrhythm.run.random_streams import RandomStreams
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Action, Bytes, Op, Seconds
 
@@ -179,6 +180,7 @@ class Executor:
     wiring: Wiring
     connections: Connections | None
     log: EventLog | None
+    streams: RandomStreams | None = None
     clock_offsets: dict[str, ClockOffset] = field(default_factory=dict)  # by neighbour
     _transfers: deque[tuple[str, Transfer]] = field(default_factory=_LATEST, init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
@@ -237,6 +239,8 @@ class Executor:
         arguments: Sequence[Any] = inputs
         if (named := self.wiring.named_inputs) is not None:
             arguments, keywords = (), named.bind(inputs, keywords, self.stage.stage)
+        if self.streams is not None:
+            self.streams.begin_forward(batch.position(m))
         with auxiliary if training else nullcontext():  # evaluation leaves them out
             if self.stage.is_last:
                 finish = partial(self._compute_loss, m, batch, auxiliary)
@@ -255,6 +259,8 @@ class Executor:
         if batch.counts and batch.on_counted is not None:
             batch.on_counted()  # before the first backward that is counted
             batch.on_counted = None
+        if self.streams is not None:
+            self.streams.begin_backward(batch.position(m))
         input_gradients = iter(self.stage.backward(m, kind, gradients, batch.weight(m)))
         count = batch.counts.get(m, NOT_COUNTED)
         for source in self.wiring.sources:
@@ -369,6 +375,8 @@ class Executor:
         if self.stage.loss_fn is None or batch.targets[number] is None:
             return ()
         target = self._to_device(batch.targets[number], batch)
+        if self.streams is not None:
+            self.streams.begin_loss()
         loss = self.stage.loss_fn(
             returned,
             target,

@@ -34,6 +34,7 @@ from polyrhythm.run.pipeline.stage_modules import (
     extract_stage,
     starts_in_place,
 )
+from polyrhythm.run.random_streams import StreamedLayer
 
 _WHOLE_STEP = "average the gradients after step(), or use fully_shard, which reduces them once"
 # By name: importing them takes as long as the rest of the package.
@@ -102,6 +103,7 @@ class ModelPartition:
     module: nn.Module
     wiring: Wiring
     tied: tuple[TiedParameter, ...] = ()  # in the same order on every stage
+    layers: tuple[StreamedLayer, ...] = ()  # the list that stages divide, if known
     # Called after each backward, returns a function that adds the gradients of weights (torch's).
     dw_builder: Callable[[], Callable[..., None]] | None = None
 
@@ -143,6 +145,10 @@ def as_partition(
             expected="an nn.Module, or a torch PipelineStage",
             fix="wrap it in one",
         )
+    if isinstance(partition.module, nn.Sequential) and num_stages == 1:
+        whole = partition.module
+        layers = _streamed(whole, whole, range(len(whole._modules)))
+        partition = replace(partition, layers=layers)
     by_stage = [{submodules.get(str(k), k): name for k, name in tie.items()} for tie in tied or ()]
     return replace(partition, tied=_named_ties(partition.module, by_stage, stage, num_stages))
 
@@ -413,6 +419,7 @@ def split_sequential(
         module=module,
         wiring=wiring if extra else linear_wiring(stage, num_stages),
         tied=_tied(model, module, holders),
+        layers=_streamed(model, module, own_range),
     )
 
 
@@ -462,8 +469,12 @@ def split_layers(
         )
         for name, _ in model.named_parameters(remove_duplicate=False)
     }
-    wiring = linear_wiring(stage, num_stages)
-    return ModelPartition(module=module, wiring=wiring, tied=_tied(model, module, holders))
+    return ModelPartition(
+        module=module,
+        wiring=linear_wiring(stage, num_stages),
+        tied=_tied(model, module, holders),
+        layers=_streamed(layer_list, module.get_submodule(layers), ranges[stage]),
+    )
 
 
 def _ranges(
@@ -481,6 +492,17 @@ def _ranges(
                 fix="pass one number per stage with this sum, or omit layers_per_stage",
             )
     return [plan.layers(stage) for stage in range(num_stages)]
+
+
+def _streamed(whole: nn.Module, of_stage: nn.Module, own: range) -> tuple[StreamedLayer, ...]:
+    """Describe a list of layers, and those of them that a stage has."""
+    streams = dict[nn.Module | None, int]()
+    for index, layer in enumerate(whole._modules.values()):
+        streams.setdefault(layer, index)  # a layer that is used twice has one stream
+    return tuple(
+        StreamedLayer(streams[layer], of_stage._modules[name] if index in own else None)
+        for index, (name, layer) in enumerate(whole._modules.items())
+    )
 
 
 def _tied(

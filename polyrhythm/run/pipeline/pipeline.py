@@ -8,7 +8,7 @@ arrived. Micro-batches run in the same order under every schedule: gradients are
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +35,7 @@ from polyrhythm.run.pipeline.batch import (
     BatchSplitter,
     EndOfDataError,
     Metadata,
+    Microbatches,
     StepInputs,
     mean_loss,
     merge_outputs,
@@ -61,7 +62,9 @@ from polyrhythm.run.pipeline.runners import (
     check_untied,
     warn_of_copies,
 )
+from polyrhythm.run.pipeline.stage_modules import call_after_earlier_layers
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
+from polyrhythm.run.random_streams import RandomStreams
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
@@ -100,20 +103,20 @@ class Pipeline:
         log: EventLog | Path | str | None = None,
         compute: EmulatedCompute | None = None,
         pipeline: int = 0,
+        seed: int | None = None,
     ) -> None:
         """`stage` is the module of this stage, or a torch.distributed.pipelining stage.
 
-        `loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage; without
-        it, `step` runs forward only, like `eval`, as torch's schedules do. It may return (sum,
-        count): the sum of losses and the number of labels. Gradients are then those of the mean
-        over all labels of the batch, however many each micro-batch has.
-
-        A torch stage brings its process group and device. A batch is split into `n_microbatches`
-        or, with schedule="auto", into micro-batches of the best of `microbatch_sizes`. Auto starts
-        with 1f1b; every `tune_every` steps it selects the schedule with the shortest step,
-        predicted from the measured times, within the `memory_limit` of this stage ("20GiB"), where
-        the optimizer has `optimizer_floats` floats per weight. Other schedules are written `1f1b`,
-        `gpipe`, `kfkb:2`, `bounded:7,5,3,1`, or are lists of actions.
+        `loss_fn(output, target)` returns the mean loss of a micro-batch, on the last stage, or
+        (sum, count), the sum of losses and the number of labels: gradients are then those of the
+        mean over all labels of the batch, however many each micro-batch has. Without it, `step`
+        runs forward only, like `eval`, as torch's schedules do. A torch stage brings its process
+        group and device. A batch is split into `n_microbatches` or, with schedule="auto",
+        into micro-batches of the best of `microbatch_sizes`. Auto starts with 1f1b; every
+        `tune_every` steps it selects the schedule with the shortest step, predicted from the
+        measured times, within the `memory_limit` of this stage ("20GiB"), where the optimizer has
+        `optimizer_floats` floats per weight. Other schedules are written `1f1b`, `gpipe`, `kfkb:2`,
+        `bounded:7,5,3,1`, or are lists of actions.
 
         `flush=False`: a step runs the forward of its batch, unsplit, and the backward of an earlier
         batch, so that stages never wait for the pipeline to empty; see `drain`.
@@ -124,12 +127,14 @@ class Pipeline:
         outputs are merged. By default samples are along the first dimension.
 
         `scale_grads`: gradients are those of the mean loss over the batch, otherwise of the sum
-        over micro-batches, or of all sums that `loss_fn` returns. `tied=[{0: "embed.weight", 3:
-        "head.weight"}]`: parameters that modules split by hand share, by stage; their gradients are
-        summed. `timeout`: the longest wait for another stage before it counts as lost. `window`:
-        number of receives posted ahead per direction, instead of the schedule's number. `pipeline`
-        numbers the replicas of a job in messages and logs; `log` is an event log, or the folder of
-        a run in which to write one.
+        over micro-batches, or of all sums that `loss_fn` returns.
+        `tied=[{0: "embed.weight", 3: "head.weight"}]`: parameters that modules split by hand share,
+        by stage; their gradients are summed. `timeout`: the longest wait for another stage before
+        it counts as lost. `window`: number of receives posted ahead per direction, instead of the
+        schedule's number. `pipeline` numbers the replicas of a job in messages and logs; `log` is
+        an event log, or the folder of a run in which to write one. With a `seed`, dropout masks do
+        not depend on the number of stages (`random_streams.py`); by default they are drawn as
+        always in torch.
         """
         options = PipelineOptions(
             n_microbatches=n_microbatches,
@@ -164,29 +169,14 @@ class Pipeline:
         self.loss_counts: list[Count] = []  # labels or samples of each loss of the latest batch
         self._failure: str | None = None  # why a step or eval has failed
         self._last_header: BatchHeader | None = None  # of the latest batch
-        self._connections = self._connect(partition.wiring, options, pipeline)
+        self._num_samples = 0  # trained on so far
+        self._connections = self._connect(partition.wiring, options, pipeline, seed)
         self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
             worker = Worker(self.stage, pipeline)
             self.log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
-        self._executor = Executor(
-            stage=StageCompute(
-                call=self.module,
-                stage=self.stage,
-                is_last=self.is_last,
-                device=self.device,
-                loss_fn=loss_fn if self.is_last else None,
-                compute=compute,
-                dw_builder=partition.dw_builder,
-                is_synchronized=self.log is not None or compute is not None,
-            ),
-            wiring=partition.wiring,
-            connections=self._connections,
-            log=self.log,
-        )
-        if self.log is not None and self._connections is not None:
-            self._executor.clock_offsets = measure_offsets(self._connections)
+        self._executor = self._make_executor(partition, compute, seed)
         self._tied = self._tie(partition.tied, tied, is_split_here=stage is partition)
         self._runner = self._make_runner(options)
 
@@ -203,7 +193,7 @@ class Pipeline:
             options.pipedream_limits(self.num_stages)
 
     def _connect(
-        self, wiring: Wiring, options: PipelineOptions, pipeline: int
+        self, wiring: Wiring, options: PipelineOptions, pipeline: int, seed: int | None
     ) -> Connections | None:
         """Connect all stages, which must have the same options; None for a single stage."""
         if self.num_stages == 1:
@@ -217,8 +207,33 @@ class Pipeline:
             timeout=options.timeout,
             window=options.window,
         )
-        connections.check_consistent(options.text)
+        connections.check_consistent(f"{options.text}, seed {seed}")
         return connections
+
+    def _make_executor(
+        self, partition: ModelPartition, compute: EmulatedCompute | None, seed: int | None
+    ) -> Executor:
+        executor = Executor(
+            stage=StageCompute(
+                call=self.module,
+                stage=self.stage,
+                is_last=self.is_last,
+                device=self.device,
+                loss_fn=self._loss_fn if self.is_last else None,
+                compute=compute,
+                dw_builder=partition.dw_builder,
+                is_synchronized=self.log is not None or compute is not None,
+            ),
+            wiring=partition.wiring,
+            connections=self._connections,
+            log=self.log,
+        )
+        if self.log is not None and self._connections is not None:
+            executor.clock_offsets = measure_offsets(self._connections)
+        if seed is not None:
+            executor.streams = RandomStreams(seed, partition.layers, self.device)
+            call_after_earlier_layers(self.module, executor.streams.after_layer)
+        return executor
 
     def _tie(
         self, found: Sequence[TiedParameter], tied: TiedNames | None, *, is_split_here: bool
@@ -404,8 +419,11 @@ class Pipeline:
         inputs = args, kwargs, target, loss_kwargs or {}, return_outputs, metadata
         if self._loss_fn is None and target is None and losses is None:
             return self._forward(StepInputs(*inputs, training=False), None)
-        with self._record_failure("step"):
-            batch = self._begin(StepInputs(*inputs, training=True))
+        return self._step(StepInputs(*inputs, training=True), losses)
+
+    def _step(self, step_inputs: StepInputs, losses: list[Tensor] | None) -> Any:
+        with self._record_failure("step"), self._isolated_streams():
+            batch = self._begin(step_inputs)
             start = time.perf_counter()
             self._runner.run(batch)
         if (log := self._own_log) is not None:
@@ -413,6 +431,7 @@ class Pipeline:
             values = {} if loss is None else {"loss": loss}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
         self.num_steps += 1
+        self._num_samples += sum(batch.header.sizes)
         return self._results(batch, losses)
 
     def eval(
@@ -430,13 +449,36 @@ class Pipeline:
         return self._forward(StepInputs(*inputs, training=False), losses)
 
     def _forward(self, inputs: StepInputs, losses: list[Tensor] | None) -> Any:
-        with self._record_failure("eval"), torch.no_grad():
+        with self._record_failure("eval"), torch.no_grad(), self._isolated_streams():
             batch = self._begin(inputs)
             forwards = [Action(Op.F, m) for m in range(batch.num_microbatches)]
             self._executor.run(forwards, batch)
             if self._connections is not None:
                 self._connections.drain()
         return self._results(batch, losses)
+
+    def run_microbatches(
+        self,
+        microbatches: Microbatches,
+        *,
+        training: bool,
+        losses: list[Tensor],
+        metadata: Metadata = (),
+    ) -> None:
+        """Run `step` or `eval` on micro-batches that are separate already, on every stage.
+
+        The first stage passes as many as `split_sizes` says; each may have its own shapes. Later
+        stages pass a function of the header, which may have `kwargs` of the module and targets.
+        """
+        step_inputs = StepInputs((), {}, None, {}, False, metadata, training, microbatches)
+        (self._step if training else self._forward)(step_inputs, losses)
+
+    def split_sizes(self, batch_size: int) -> list[int]:
+        """Return the sizes of the micro-batches into which the next batch is split."""
+        self._splitter.microbatch_size = (
+            self._runner.microbatch_size or self._splitter.microbatch_size
+        )
+        return self._splitter.sizes(batch_size)
 
     def end_batches(self) -> None:
         """Announce from the first stage that no batch follows; the other stages wait for one."""
@@ -605,9 +647,18 @@ class Pipeline:
             header = self._connections.relay_header(header)
         assert header is not None, "the first stage makes the header, the others receive it"
         self._last_header = header
-        batch = self._splitter.batch(step_inputs.with_target(header), header, step=self.num_steps)
+        batch = self._splitter.batch(
+            step_inputs.with_target(header),
+            header,
+            step=self.num_steps,
+            num_samples=self._num_samples,
+        )
         batch.first = self._runner.post_receives(header)
         return batch
+
+    def _isolated_streams(self) -> AbstractContextManager[None]:
+        streams = self._executor.streams
+        return nullcontext() if streams is None else streams.isolated()
 
     def _results(self, batch: Batch, losses: list[Tensor] | None) -> Any:
         if losses is not None:

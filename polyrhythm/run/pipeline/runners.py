@@ -121,37 +121,6 @@ class TiedGradients:
         return {p for tie, p in self._parameters() if tie.stages[0] != self.connections.stage}
 
 
-def warn_of_copies(module: nn.Module, connections: Connections) -> None:
-    """Warn if stages that were split by hand seem to share a parameter; all stages call this.
-
-    Its copies have equal values under names that differ by more than a number; layers that are
-    copied or built with one seed have equal values, too, but usually the same name.
-    """
-    own = [(name, fingerprint(p)) for name, p in module.named_parameters()]
-    payload, what = msgspec.msgpack.encode(own), "comparing parameters"
-    lengths = connections.all_gather_bytes(str(len(payload)).encode(), 32, what)
-    gathered = connections.all_gather_bytes(payload, 4 + max(map(int, lengths)), what)
-    seen: dict[bytes, tuple[int, str]] = {}
-    for stage, payload in enumerate(gathered):
-        for name, values in msgspec.msgpack.decode(payload, type=list[tuple[str, bytes | None]]):
-            if values is None:
-                continue
-            first, other = seen.setdefault(values, (stage, name))
-            is_named_alike = re.sub(r"\d", "", name) == re.sub(r"\d", "", other)
-            if first != stage == connections.stage and not is_named_alike:
-                warnings.warn(
-                    f"{name} of stage {stage} has the values of {other} of stage {first}; their "
-                    "gradients are summed only if tied= names them: pass "
-                    f"tied=[{{{first}: {other!r}, {stage}: {name!r}}}], or tied=[] if each is "
-                    "trained alone",
-                    stacklevel=3,
-                )
-
-
-def _shape_of(parameter: Parameter) -> str:
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
-
-
 @dataclass(slots=True)
 class GradientDivision:
     """Divides the gradients of a step by the number of its labels, if its losses are counted.
@@ -197,6 +166,37 @@ class GradientDivision:
         """Return the divisor of the gradients of this pipeline; None if they need none."""
         divisor, self._divisor = self._divisor, None
         return divisor
+
+
+def warn_of_copies(module: nn.Module, connections: Connections) -> None:
+    """Warn if stages that were split by hand seem to share a parameter; all stages call this.
+
+    Its copies have equal values under names that differ by more than a number; layers that are
+    copied or built with one seed have equal values, too, but usually the same name.
+    """
+    own = [(name, fingerprint(p)) for name, p in module.named_parameters()]
+    payload, what = msgspec.msgpack.encode(own), "comparing parameters"
+    lengths = connections.all_gather_bytes(str(len(payload)).encode(), 32, what)
+    gathered = connections.all_gather_bytes(payload, 4 + max(map(int, lengths)), what)
+    seen: dict[bytes, tuple[int, str]] = {}
+    for stage, payload in enumerate(gathered):
+        for name, values in msgspec.msgpack.decode(payload, type=list[tuple[str, bytes | None]]):
+            if values is None:
+                continue
+            first, other = seen.setdefault(values, (stage, name))
+            is_named_alike = re.sub(r"\d", "", name) == re.sub(r"\d", "", other)
+            if first != stage == connections.stage and not is_named_alike:
+                warnings.warn(
+                    f"{name} of stage {stage} has the values of {other} of stage {first}; their "
+                    "gradients are summed only if tied= names them: pass "
+                    f"tied=[{{{first}: {other!r}, {stage}: {name!r}}}], or tied=[] if each is "
+                    "trained alone",
+                    stacklevel=3,
+                )
+
+
+def _shape_of(parameter: Parameter) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
 
 
 class _BuiltSchedule(NamedTuple):

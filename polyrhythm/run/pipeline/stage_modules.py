@@ -107,6 +107,7 @@ class StageForward:
     num_called: int = 0  # layers called so far
     substituted: bool = False  # the first own layer was called with another tensor than `hidden`
     verified: bool = False
+    after_layer: Callable[[int], None] = lambda index: None  # called for layers of earlier stages
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_called = 0
@@ -186,6 +187,8 @@ class _EarlierLayer(_AbsentModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
         self._stage_forward.record_call(self._position)
+        assert isinstance(self._position, int), "an index"
+        self._stage_forward.after_layer(self._position)
         # A model that takes the first of several outputs gets a slice, which is never used.
         return self._stage_forward.hidden
 
@@ -264,6 +267,45 @@ class _StageModel(_StageRole):
         return returned
 
 
+def call_after_earlier_layers(module: nn.Module, function: Callable[[int], None]) -> None:
+    """Call `function` with the index of each earlier stage's layer when the model passes it."""
+    if isinstance(module, _StageModel):
+        module._stage_forward.after_layer = function
+
+
+def later_stage_keywords(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keywords that later stages take, given the arguments of the first stage.
+
+    A model that runs its own forward on every stage takes all, since its forward may use each for
+    masks and positions; but for the first one if it holds numbers that the prologue turns into the
+    hidden state, such as pixels or embeddings. Stages of a Sequential take none.
+    """
+    if not isinstance(module, _StageModel):
+        return {}
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in positional]
+    if len(args) > max(1, len(names)):
+        raise PlanError(
+            f"{len(args)} inputs for {type(module).__name__}, whose forward names {len(names)}",
+            expected="inputs by name: every stage runs this forward",
+            fix="return a dict of inputs from the dataset, and name them in forward",
+        )
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    first = next(iter(names), "")
+    return {
+        name: value
+        for name, value in given.items()
+        if not (name in (first, "inputs_embeds") and _is_floating(value))
+    }
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _nan_like(hidden: Tensor) -> Tensor:
     return torch.full_like(hidden, math.nan, requires_grad=False)
 
@@ -329,12 +371,23 @@ def _strip_module(
         if path + name == spec.layers:
             copied._modules[name] = _extract_layers(child, stage_forward)
         elif path + name in spec.absent:
-            copied._modules[name] = _assign_role(
-                _without_weights(child), _PlaceholderModule, stage_forward, path + name
-            )
+            copied._modules[name] = _placeholder(child, path + name, stage_forward)
         elif path + name in spec.inner:
             copied._modules[name] = _strip_module(child, f"{path}{name}.", spec, stage_forward)
     return copied
+
+
+def _placeholder(module: nn.Module, name: str, stage_forward: StageForward) -> nn.Module:
+    """Copy a module without weights; a forward may read the dtype and shape of its parameters."""
+    copied = _without_weights(module)
+    # Plain attributes: they are neither moved to a device nor in the state_dict.
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            value = math.nan if parameter.is_floating_point() else 0
+            vars(copied)[key] = parameter.detach().new_full((), value).expand_as(parameter)
+    for key, child in _children(module):
+        vars(copied)[key] = _placeholder(child, f"{name}.{key}", stage_forward)
+    return _assign_role(copied, _PlaceholderModule, stage_forward, name)
 
 
 def _extract_layers(layers: nn.Module, stage_forward: StageForward) -> nn.Module:

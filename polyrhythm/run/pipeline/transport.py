@@ -493,7 +493,7 @@ def _buffer(nbytes: Bytes, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-_HEADER_BYTES: Bytes = 1024
+_HEADER_BYTES: Bytes = 4096  # 200 micro-batches, each of another kind
 _HEADER_LAYOUT = MessageLayout.of([torch.empty(_HEADER_BYTES, dtype=torch.uint8)])
 _HEADER_KIND: MicrobatchKind = 0
 _HEADER_ACTION = Action(Op.F, 0)
@@ -589,7 +589,7 @@ class Connections:
             raise ScheduleError(
                 f"a batch header of {len(payload)} bytes",
                 expected=f"at most {_HEADER_BYTES - 4} bytes",
-                fix="pass less metadata to step() or eval()",
+                fix="pass less metadata to step() or eval(), or pad micro-batches to fewer lengths",
             )
         message = pad_bytes(payload, _HEADER_BYTES)
         self._header_outbox.send(_HEADER_ACTION, _HEADER_KIND, [message], _HEADER_LAYOUT)

@@ -34,7 +34,7 @@ from polyrhythm.plan.all_devices import plan_all_devices
 from polyrhythm.plan.options import TrainingJob
 from polyrhythm.plan.plan import PLAN_VARIABLE, Plan, Sources, even_plan
 from polyrhythm.plan.problem import Problem
-from polyrhythm.run.data.loader import SampleLoader
+from polyrhythm.run.data.loader import SampleLoader, as_arguments
 from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
@@ -42,7 +42,6 @@ from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names
 from polyrhythm.run.profile.profile import measure_layers
 from polyrhythm.run.profile.profiled_model import ProfiledModel
 from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.evaluate import as_arguments
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.sampler import GlobalBatch
@@ -429,7 +428,7 @@ def _deepcopy_model(model: nn.Module) -> nn.Module:
 
 def _first_inputs(config: TrainerConfig, dataset: Any, num_samples: int) -> Any:
     order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
-    samples = SampleLoader(dataset, order, config.data.collate_fn, needs_target=False)
+    samples = SampleLoader(dataset, order, config.data.collate_fn, seed=config.data.seed)
     try:
         return samples.load(((0, num_samples),)).inputs
     finally:

@@ -21,10 +21,15 @@ from polyrhythm.types import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """How samples are ordered and collated; a function that builds the model uses the seed too."""
+    """How samples are ordered and collated; a function that builds the model uses the seed too.
+
+    The seed also gives what a dataset and `collate_fn` draw from the global random generators, and
+    dropout masks: both follow from a sample's position, not from the number of processes.
+    """
 
     shuffle: bool = True
     seed: int = 0
+    seed_dropout: bool = True  # False: each process draws masks from torch's current generator
     collate_fn: Callable[[list[Any]], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -123,6 +128,7 @@ class TrainerConfig:
             "sync options": dict(self.sync.options),
             "seed": self.data.seed,
             "shuffle": self.data.shuffle,
+            "seed_dropout": self.data.seed_dropout,
             "checkpoint every": self.checkpoint.every,
             "samples": None if order is None else order.num_samples,
         }

@@ -1,64 +1,101 @@
-"""The loss of a dataset, without training: each pipeline computes its share."""
+"""The loss of a dataset, without training: a pipeline takes the next batch when it is idle.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+Fast pipelines so compute more batches, and all end within one batch of the slowest. The sum of the
+losses is exact: it does not depend on which pipeline computed which batch.
+"""
 
-import torch
-import torch.distributed as dist
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
 from torch import Tensor
 
-from polyrhythm.run.comm.peer_errors import peer_errors
-from polyrhythm.run.data.loader import LoadedBatch
-from polyrhythm.run.pipeline.batch import EndOfDataError
+from polyrhythm.run.comm.store import JobStore, Members
+from polyrhythm.run.data.loader import SampleLoader, StageLoader
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from polyrhythm.sync.dispatch import Ranges
+from polyrhythm.sync.dispatch import Range
+
+# Names in the job's store, by the number of the evaluation.
+_SETTINGS = "the dataset of evaluation {}".format
+_COUNTER = "the next batch of evaluation {}".format
+_LOSSES = "the losses of evaluation {}".format
+_Exact = Fraction | float  # a sum without rounding; a float if it is not finite
 
 
-def evaluate(
-    pipeline: Pipeline,
-    load: Callable[[Ranges], LoadedBatch],
-    share: range,  # this pipeline's samples
-    batch_size: int,
-) -> float:
-    """Return the mean loss over all pipelines' shares; every worker calls it and gets it."""
+@dataclass(frozen=True, slots=True)
+class BatchDispatcher:
+    """Gives the batches of one evaluation to pipelines on request, and adds up their results."""
+
+    number: int  # of the evaluation in the job, from 1
+    store: JobStore
+    members: Members
+    num_samples: int
+    batch_size: int
+
+    def batches(self, report_progress: Callable[[], None]) -> Iterator[Range]:
+        """Yield the positions of the batches of this pipeline, on its first stage."""
+        while True:
+            start = self.store.next_number(_COUNTER(self.number), self.members) * self.batch_size
+            if start >= self.num_samples:
+                return
+            yield start, min(start + self.batch_size, self.num_samples)
+            report_progress()
+
+    def run(self, function: Callable[[Callable[[], None]], Sequence[_Exact]]) -> list[_Exact]:
+        """Call `function` and return the sums of its results over all workers.
+
+        Waits for a worker as long as its heartbeats arrive; raises its error.
+        """
+        store, members, settings = self.store, self.members, {"samples": self.num_samples}
+        store.check_consistent(_SETTINGS(self.number), settings, members)
+        name = _LOSSES(self.number)
+        try:
+            with store.heartbeats(name, members) as report_progress:
+                own = function(report_progress)
+        except Exception as error:
+            store.fail(name, error, members)
+            raise
+        found = store.all_gather_object(name, [str(value) for value in own], members)
+        for used in (_SETTINGS(self.number), _COUNTER(self.number), _LOSSES(self.number - 1)):
+            store.delete(used, members)  # all are here: nobody reads it again
+        return [sum(map(_from_text, column)) for column in zip(*found, strict=True)]
+
+
+def evaluate(pipeline: Pipeline, samples: SampleLoader, dispatcher: BatchDispatcher) -> float:
+    """Return the mean loss over all batches; every worker calls it and gets it."""
     was_training = pipeline.module.training
     pipeline.module.eval()
     try:
-        totals = _own_share(pipeline, load, share, batch_size)
+        total, count = dispatcher.run(partial(_own_batches, pipeline, samples, dispatcher))
     finally:
         pipeline.module.train(was_training)
-    if dist.is_initialized():
-        with peer_errors("another worker", "evaluating"):
-            dist.all_reduce(totals)
-    return float(totals[0] / totals[1])
+    return float(total / count) if count else math.nan  # a dataset without labels
 
 
-def _own_share(
-    pipeline: Pipeline, load: Callable[[Ranges], LoadedBatch], share: range, batch_size: int
-) -> Tensor:
+def _own_batches(
+    pipeline: Pipeline,
+    samples: SampleLoader,
+    dispatcher: BatchDispatcher,
+    report_progress: Callable[[], None],
+) -> list[_Exact]:
     """Return the sum of losses and the number of labels; zeros except on the last stage."""
-    totals = torch.zeros(2, dtype=torch.float64)
+    totals: list[_Exact] = [Fraction(0), Fraction(0)]
+    stage_loader = StageLoader(pipeline, samples)
 
     def count(losses: list[Tensor]) -> None:
         for loss, labels in zip(losses, pipeline.loss_counts if losses else (), strict=True):
             number = float(labels)
-            totals.add_(torch.tensor([loss.item() * number, number], dtype=torch.float64))
+            value = loss.item() * number
+            totals[0] += Fraction(value) if math.isfinite(value) else value
+            totals[1] += Fraction(number)
 
-    def target(metadata: tuple[int, ...]) -> Any:
-        return load(((metadata[0], metadata[1]),)).target
-
-    for start in range(share.start, share.stop, batch_size) if pipeline.is_first else ():
-        bounds, losses = (start, min(start + batch_size, share.stop)), list[Tensor]()
-        batch = load((bounds,))
-        arguments, keywords = as_arguments(batch.inputs)
-        pipeline.eval(
-            *arguments,
-            target=batch.target,
-            losses=losses,
-            return_outputs=False,
-            metadata=bounds,
-            **keywords,
-        )
+    for bounds in dispatcher.batches(report_progress) if pipeline.is_first else ():
+        losses = list[Tensor]()
+        microbatches, metadata = stage_loader.of_slice(BatchSlice(0, (bounds,)))
+        pipeline.run_microbatches(microbatches, training=False, losses=losses, metadata=metadata)
         count(losses)
     if pipeline.is_first:
         pipeline.end_batches()
@@ -66,16 +103,12 @@ def _own_share(
     while True:
         losses = []
         try:
-            pipeline.eval(
-                target=target if pipeline.is_last else None, losses=losses, return_outputs=False
-            )
+            pipeline.run_microbatches(stage_loader.of_header, training=False, losses=losses)
         except EndOfDataError:
             return totals
         count(losses)
+        report_progress()
 
 
-def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn a dataset's inputs (one tensor, several, or several by name) into arguments."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+def _from_text(text: str) -> _Exact:
+    return float(text) if text in ("nan", "inf", "-inf") else Fraction(text)

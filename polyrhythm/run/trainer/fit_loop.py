@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from msgspec import structs
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -34,14 +33,13 @@ from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
-from polyrhythm.run.data.loader import Prefetcher, SampleLoader, resolved_ranges
+from polyrhythm.run.data.loader import SampleLoader, StageLoader
 from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError, mean_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.evaluate import as_arguments
 from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
 from polyrhythm.run.trainer.rank_assignment import LEADER, machine_name
 from polyrhythm.run.trainer.sampler import (
@@ -254,7 +252,7 @@ class FitLoop:
         """`num_steps` counts from the start of training; `name` is unique to this fit."""
         self.context, self.progress, self.num_steps = context, progress, num_steps
         self._name, self._num_decisions = name, 0
-        self.prefetcher = Prefetcher(context.samples.load)
+        self.stage_loader = StageLoader(context.pipeline, context.samples)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
             machines = context.store.all_gather_object(
@@ -284,7 +282,7 @@ class FitLoop:
             while name is not None:
                 name = self._train(SyncMode.named(name))
         finally:
-            self.prefetcher.close()
+            self.stage_loader.close()
 
     @property
     def end_of_samples(self) -> int:
@@ -504,30 +502,16 @@ class Phase:
         if batch_slice is None:
             pipeline.end_batches()
             return None
-        next_ranges = self.sampler.peek()
-        batch = self._fit.prefetcher.load(batch_slice.ranges, next_ranges)
-        arguments, keywords = as_arguments(batch.inputs)
-        pipeline.step(
-            *arguments,
-            target=batch.target,
-            losses=losses,
-            return_outputs=False,
-            metadata=structs.replace(batch_slice, next_ranges=resolved_ranges(next_ranges)),
-            **keywords,
-        )
+        microbatches, metadata = self._fit.stage_loader.of_slice(batch_slice, self.sampler.peek())
+        pipeline.run_microbatches(microbatches, training=True, losses=losses, metadata=metadata)
         return batch_slice
 
     def _run_later_stage(self, losses: list[Tensor]) -> BatchSlice | None:
         """Run a batch on a later stage, which receives its slice in the batch header."""
         pipeline = self._context.pipeline
-
-        def target(batch_slice: BatchSlice) -> Any:
-            return self._fit.prefetcher.load(batch_slice.ranges, batch_slice.next_ranges).target
-
         try:
-            pipeline.step(
-                target=target if pipeline.is_last else None, losses=losses, return_outputs=False
-            )
+            load = self._fit.stage_loader.of_header
+            pipeline.run_microbatches(load, training=True, losses=losses)
         except EndOfDataError:
             return None
         assert isinstance(pipeline.metadata, BatchSlice), "the first stage passes it"

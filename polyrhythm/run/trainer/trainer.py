@@ -22,7 +22,6 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -51,7 +50,7 @@ from polyrhythm.run.trainer.config import (
     TrainerConfig,
     no_run_dir,
 )
-from polyrhythm.run.trainer.evaluate import evaluate
+from polyrhythm.run.trainer.evaluate import BatchDispatcher, evaluate
 from polyrhythm.run.trainer.fit_loop import (
     FitContext,
     FitLoop,
@@ -89,6 +88,7 @@ class Trainer:
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
     _failure: str | None = None  # of the last fit
     _num_saves = 0  # after a failure
+    _num_evaluations = 0
 
     @renamed_arguments(
         run="run_dir=",
@@ -259,7 +259,7 @@ class Trainer:
         )
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
-        """Return the mean loss on a dataset, divided among the pipelines; all workers call it."""
+        """Return the mean loss on a dataset; all workers call it, fast pipelines compute more."""
         self._check_between_fits("evaluate()")
         order = make_order(dataset, shuffle=False)
         if order is None:
@@ -268,12 +268,16 @@ class Trainer:
                 expected="a dataset of known length",
                 fix="define __len__ and __getitem__ on it",
             )
-        pipeline, num_pipelines = self.worker.pipeline, self.plan.num_pipelines
-        start, end = (order.num_samples * p // num_pipelines for p in (pipeline, pipeline + 1))
-        batch_size = max(1, self._global_batch.size // num_pipelines)
+        self._num_evaluations += 1
+        dispatcher = BatchDispatcher(
+            self._num_evaluations,
+            self._context.store,
+            self._context.members,
+            order.num_samples,
+            max(1, self._global_batch.size // self.plan.num_pipelines),
+        )
         with self._config.precision(self.pipeline.device):
-            load = self._make_loader(dataset, order).load
-            return evaluate(self.pipeline, load, range(start, end), batch_size)
+            return evaluate(self.pipeline, self._make_loader(dataset, order), dispatcher)
 
     def save(self) -> None:
         """Save a checkpoint of the current state; it is on disk when this returns.
@@ -357,8 +361,6 @@ class Trainer:
             part,
             loss_fn=LossFunction(config.loss_fn, counts_labels=True),
             microbatch_sizes=[self._global_batch.microbatch_size],
-            args_chunk_spec=TensorChunkSpec(0),  # samples are collated along the first dimension
-            kwargs_chunk_spec=TensorChunkSpec(0),
             schedule=config.schedule,
             memory_limit=config.memory_limit,
             process_group=group,
@@ -367,6 +369,7 @@ class Trainer:
             log=self._log,
             compute=EmulatedCompute.from_environment(os.environ) if in_lab else None,
             pipeline=worker.pipeline,
+            seed=config.data.seed if config.data.seed_dropout else None,
         )
         planned = self.plan.pipelines[worker.pipeline].schedule
         if config.schedule == AUTO != planned:
@@ -517,8 +520,8 @@ class Trainer:
             dataset,
             order,
             self._config.data.collate_fn,
-            needs_inputs=self.pipeline.is_first,
-            needs_target=self.pipeline.is_last,
+            seed=self._config.data.seed,
+            has_fingerprints=self.pipeline.num_stages > 1,
         )
 
     def _require_checkpointer(self) -> TrainerCheckpointer:

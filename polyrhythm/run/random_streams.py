@@ -1,0 +1,197 @@
+"""Random streams: each draw follows from a seed and a sample's position, never from the process.
+
+    streams = RandomStreams(seed, model.transformer.h)
+    for position, items in ...:  # micro-batches, each known by the position of its first sample
+        with seeded_draws(seed, position):
+            inputs, target = collate([dataset[i] for i in items])
+        with streams.isolated():
+            streams.begin_forward(position)
+            output = model(**inputs)
+            streams.begin_loss()
+            loss_fn(output, target).backward()
+
+A collator and a dataset draw from the global generators of torch, numpy and random, which are
+seeded for each micro-batch: all stages of a pipeline that read it draw the same numbers. A model
+draws from torch's generators of the CPU and of its device. They are seeded at the start of a
+forward, after every layer of the list that stages divide, and before the loss: dropout masks are
+those of one process, however a model is split and its micro-batches are shared out. Activation
+checkpointing saves and restores the generators, as always in torch. Nothing has to be saved.
+"""
+
+import ctypes
+import hashlib
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd: the seeds of layers are far apart
+_BEFORE_LAYERS, _LOSS = -1, -2  # streams, besides those of layers
+_WORD = 2**64 - 1
+_MT19937_BYTES = 625 * 4  # of its state: 624 words and an index
+
+
+def stream_seed(seed: int, name: str, position: int) -> int:
+    """Return a seed of 64 bits."""
+    text = f"{seed} {name} {position}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class StreamedLayer(NamedTuple):
+    """A layer of the list that stages divide."""
+
+    stream: int  # its index in the list, of its first use
+    layer: nn.Module | None  # None if another stage has it
+
+
+class RandomStreams:
+    """Seeds what a model draws; only within `isolated`, so that other calls are unchanged."""
+
+    def __init__(
+        self,
+        seed: int,
+        layers: Iterable[nn.Module | StreamedLayer] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._seed, first = seed, dict[nn.Module, int]()
+        self._layers = [
+            x if isinstance(x, StreamedLayer) else StreamedLayer(first.setdefault(x, index), x)
+            for index, x in enumerate(layers)
+        ]
+        device = torch.device(device)
+        self._cuda_index: int | None = None
+        if device.type == "cuda":
+            self._cuda_index = torch.cuda.current_device() if device.index is None else device.index
+        self._base: int | None = None  # of the current micro-batch
+        own = [(index, layer) for index, (_, layer) in enumerate(self._layers) if layer is not None]
+        self._first = own[0][0] if own else 0
+        for layer, index in {layer: index for index, layer in own}.items():
+            layer.register_forward_hook(partial(_after_layer, self.after_layer, index))
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Restore the generators after this block: its draws do not change those outside."""
+        cpu = torch.default_generator.get_state()
+        cuda = None if self._cuda_index is None else self._cuda_generator().get_state()
+        try:
+            yield
+        finally:
+            self._base = None
+            torch.default_generator.set_state(cpu)
+            if cuda is not None:
+                self._cuda_generator().set_state(cuda)
+
+    def begin_forward(self, position: int) -> None:
+        """Seed the forward of the micro-batch whose first sample has this position."""
+        self.begin_backward(position)
+        self.after_layer(self._first - 1)
+
+    def begin_backward(self, position: int) -> None:
+        """Select the micro-batch: activation checkpointing runs its layers in backward."""
+        self._base = stream_seed(self._seed, "layers", position)
+
+    def begin_loss(self) -> None:
+        self._seed_stream(_LOSS)
+
+    def after_layer(self, index: int) -> None:
+        """Seed what follows the layer with this index in the list, up to the end of the next."""
+        if self._base is not None:
+            self._seed_stream(self._layers[index].stream if index >= 0 else _BEFORE_LAYERS)
+
+    def _seed_stream(self, stream: int) -> None:
+        assert self._base is not None, "in a forward or backward"
+        seed = (self._base + stream * _GOLDEN) & _WORD
+        torch.default_generator.manual_seed(seed)
+        if self._cuda_index is not None:  # on the host: nothing waits for the device
+            self._cuda_generator().manual_seed(seed)
+
+    def _cuda_generator(self) -> torch.Generator:
+        assert self._cuda_index is not None, "on a GPU"
+        return torch.cuda.default_generators[self._cuda_index]
+
+
+@torch.compiler.disable  # otherwise it is traced as a part of a compiled layer
+def _after_layer(after_layer: Callable[[int], None], index: int, *_: Any) -> None:
+    after_layer(index)
+
+
+@contextmanager
+def seeded_draws(seed: int, position: int) -> Iterator["DrawWatch"]:
+    """Seed the global generators for a micro-batch, and restore them afterwards.
+
+    No other thread may draw meanwhile.
+    """
+    cpu, of_numpy, of_python = torch.default_generator.get_state(), None, random.getstate()
+    value, watch = stream_seed(seed, "data", position), DrawWatch()
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    if _numpy_state():
+        of_numpy = np.random.get_state()
+        np.random.seed(value % 2**32)
+    seeded = _global_states()
+    try:
+        yield watch
+        watch.has_drawn = _global_states() != seeded
+    finally:
+        torch.default_generator.set_state(cpu)
+        random.setstate(of_python)
+        if of_numpy is not None:
+            np.random.set_state(of_numpy)
+
+
+class DrawWatch:
+    """Whether a block has drawn from a global generator."""
+
+    has_drawn = False
+
+
+@contextmanager
+def watched_draws() -> Iterator[DrawWatch]:
+    """Watch for draws of this thread while another one may draw, too; it may find too many."""
+    watch, mode, before = DrawWatch(), _TorchDraws(), _global_states()
+    with mode:
+        yield watch
+    watch.has_drawn = mode.has_drawn or _global_states()[1:] != before[1:]
+
+
+class _TorchDraws(TorchFunctionMode):
+    """Notices random functions of torch in this thread: other threads use the same generator."""
+
+    has_drawn = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "").rstrip("_")
+        if kwargs.get("generator") is None and _RANDOM_FUNCTIONS.fullmatch(name):
+            self.has_drawn = True
+        return function(*args, **kwargs)
+
+
+# Their names in torch, without underscores at the end.
+_RANDOM_FUNCTIONS = re.compile(
+    r"rand\w*|\w*dropout\w*|bernoulli|binomial|cauchy|exponential|geometric|gumbel_softmax|log_normal"
+    r"|multinomial|normal|poisson|rrelu|uniform|manual_seed"
+)
+
+
+def _global_states() -> tuple[bytes, bytes, tuple[Any, ...]]:
+    """Return what changes if the global generator of torch (CPU), numpy or random is used."""
+    torch_state = torch.default_generator.get_state()
+    return torch_state.numpy().tobytes(), _numpy_state(), random.getstate()
+
+
+def _numpy_state() -> bytes:
+    """Return the memory of numpy's generator: `get_state` takes 100 times as long."""
+    generator = np.random.mtrand.get_bit_generator()  # also in numpy.random, without a type
+    if not isinstance(generator, np.random.MT19937):
+        return b""  # the user's own, which cannot be seeded like the default one
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
