@@ -254,8 +254,9 @@ class Trainer:
         if fit_loop.is_stopped:
             self._exit_preempted()
         seconds = time.perf_counter() - start
-        steps, losses = tuple(fit_loop.steps), tuple(fit_loop.losses)
-        return FitResult(steps=steps, losses=losses, seconds=seconds)
+        return FitResult(
+            steps=tuple(fit_loop.steps), losses=tuple(fit_loop.losses), seconds=seconds
+        )
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
         """Return the mean loss on a dataset; all workers call it, fast pipelines compute more."""
