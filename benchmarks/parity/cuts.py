@@ -84,7 +84,6 @@ class CutJob:
         options: dict[str, Any] = {
             "plan": plan,
             "schedule": "1f1b",
-            "sync": "all_reduce",
             "batch_size": BATCH,
             "microbatch_size": MICROBATCH,
             "split": self.model.split,
@@ -103,7 +102,7 @@ class CutJob:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    losses: Tensor  # [step, pipeline]
+    losses: Tensor  # [step, pipeline], from the step on that was restored
     weights: dict[str, Tensor]
 
     def difference(self, expected: "Trained") -> float:
@@ -132,12 +131,14 @@ def measure(*, quick: bool) -> list[Fact]:
     return facts
 
 
-def train(job: CutJob) -> Trained:
-    """Run a job on local processes."""
+def train(job: CutJob, *, restores: bool = False) -> Trained:
+    """Run a job on local processes; `restores`: from the newest checkpoint of its run folder."""
 
     def work(ctx: DistContext, folder: Path) -> None:
         torch.set_num_threads(1)
         with job.trainer() as trainer:
+            if restores:
+                trainer.restore()
             losses = trainer.fit(max_steps=job.num_steps).losses
             state = {k: v for k, v in trainer.model.state_dict().items() if v.is_floating_point()}
             torch.save((losses, state), folder / f"{ctx.rank}.pt")
