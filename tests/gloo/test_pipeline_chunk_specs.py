@@ -26,14 +26,9 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.batch import (
-    Batch,
-    BatchSplitter,
-    StepInputs,
-    merge_outputs,
-    split_targets,
-)
-from polyrhythm.run.pipeline.options import ChunkSpecs, PipelineOptions
+from polyrhythm.run.pipeline.batch import Batch, BatchSplitter, StepInputs
+from polyrhythm.run.pipeline.microbatch import ChunkSpecs, merge_outputs, split_targets
+from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
     assert_close,
@@ -48,9 +43,7 @@ BATCH, LENGTH, WIDTH = 5, 128, 8
 PER_SAMPLE, WHOLE = TensorChunkSpec(0), _Replicate()
 
 
-def options_of(
-    args_chunk_spec: Any = None, kwargs_chunk_spec: Any = None, **options: Any
-) -> PipelineOptions:
+def options_of(**options: Any) -> PipelineOptions:
     usual: dict[str, Any] = {
         "n_microbatches": 2,
         "microbatch_sizes": None,
@@ -62,17 +55,20 @@ def options_of(
         "timeout": 10.0,
         "memory_limit": None,
         "optimizer_floats": 2.0,
-        "specs": ChunkSpecs(args_chunk_spec, kwargs_chunk_spec),
     }
     return PipelineOptions(**{**usual, **options})
 
 
 def split(*args: Any, is_later: bool = False, options: Any = None, **kwargs: Any) -> Batch:
     """Split a batch on a pipeline's only stage, or, with the keywords alone, on a later one."""
-    cpu, options = torch.device("cpu"), options_of(**(options or {}))
+    given = dict(options or {})
+    chosen = {k: given.pop(k) for k in ("args_chunk_spec", "kwargs_chunk_spec") if k in given}
+    cpu, specs = torch.device("cpu"), ChunkSpecs(**chosen)
 
     def splitter(*, is_first: bool) -> BatchSplitter:
-        return BatchSplitter(options=options, device=cpu, is_first=is_first, is_last=True)
+        return BatchSplitter(
+            options=options_of(**given), device=cpu, is_first=is_first, is_last=True, specs=specs
+        )
 
     def inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepInputs:
         return StepInputs(args, kwargs, None, {}, True, (), training=True)

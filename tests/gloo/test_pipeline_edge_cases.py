@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import ScheduleError, WorkerError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.batch import ArgumentTree, kind_of
+from polyrhythm.run.pipeline.batch import kind_of
+from polyrhythm.run.pipeline.microbatch import ArgumentTree
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.pipeline.transport import Connections
 from tests.gloo.pipelines import (

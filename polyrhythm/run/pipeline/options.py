@@ -2,10 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
-from torch.utils import _pytree as pytree
 
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import ScheduleError
@@ -14,44 +10,8 @@ from polyrhythm.schedule.limits import one_f_one_b_limits
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.types import AUTO, Bytes, Seconds
 
-SPEC_IMPORT = "torch.distributed.pipelining.microbatch"  # where users import chunk specs from
 # Per shared parameter, its name on each stage that has it: torch's `Pipe.replicated_params`.
 TiedNames = Sequence[Mapping[int | str, str]]
-
-
-def is_chunk_spec(spec: object) -> bool:
-    """Whether this is a single spec, in one of torch's ways of writing it, or None."""
-    return spec is None or spec is _Replicate or isinstance(spec, TensorChunkSpec | _Replicate)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkSpecs:
-    """How arguments are split and outputs merged: a spec, or a tree of specs, for each."""
-
-    args_chunk_spec: Any = None
-    kwargs_chunk_spec: Any = None
-    output_merge_spec: Any = None
-
-    def __post_init__(self) -> None:
-        for name in ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec"):
-            spec = getattr(self, name)
-            is_output, is_keyword = name == "output_merge_spec", name == "kwargs_chunk_spec"
-            if not is_chunk_spec(spec) and not is_output:
-                kind, shown = (Mapping, "dict by name") if is_keyword else (Sequence, "tuple")
-                if not isinstance(spec, kind):
-                    raise ScheduleError(
-                        f"{name}={spec!r}",
-                        expected=f"a {shown} of specs, or one spec for all arguments",
-                        fix=f"use TensorChunkSpec(dim) from {SPEC_IMPORT}",
-                    )
-            for leaf in pytree.tree_leaves(spec):
-                if not is_chunk_spec(leaf) and not (is_output and isinstance(leaf, _CustomReducer)):
-                    reducer = ", _CustomReducer" if is_output else ""
-                    raise ScheduleError(
-                        f"{name} contains {leaf!r}",
-                        expected=f"TensorChunkSpec(dim), _Replicate(){reducer} or None",
-                        fix=f"import them from {SPEC_IMPORT}",
-                    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +28,6 @@ class PipelineOptions:
     timeout: Seconds
     memory_limit: str | Bytes | None
     optimizer_floats: float
-    specs: ChunkSpecs = ChunkSpecs()
     tied: TiedNames | None = None
     has_loss: bool = True
 

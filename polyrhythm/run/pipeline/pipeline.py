@@ -38,11 +38,11 @@ from polyrhythm.run.pipeline.batch import (
     Microbatches,
     StepInputs,
     mean_loss,
-    merge_outputs,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute
 from polyrhythm.run.pipeline.loss import Count, LossFunction
-from polyrhythm.run.pipeline.options import ChunkSpecs, PipelineOptions, TiedNames
+from polyrhythm.run.pipeline.microbatch import ChunkSpecs, merge_outputs
+from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
     ModelPartition,
     TiedParameter,
@@ -147,7 +147,6 @@ class Pipeline:
             timeout=timeout,
             memory_limit=memory_limit,
             optimizer_floats=optimizer_floats,
-            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
             tied=tied,
             has_loss=loss_fn is not None,
         )
@@ -161,7 +160,11 @@ class Pipeline:
         self.device = module_device(self.module, device)
         self._check_partition(partition, options)  # raises before any communication
         self._splitter = BatchSplitter(
-            options=options, device=self.device, is_first=self.is_first, is_last=self.is_last
+            options=options,
+            device=self.device,
+            is_first=self.is_first,
+            is_last=self.is_last,
+            specs=ChunkSpecs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec),
         )
         if loss_fn is not None and not isinstance(loss_fn, LossFunction):
             loss_fn = LossFunction(loss_fn)
@@ -665,7 +668,7 @@ class Pipeline:
             losses.clear()
             losses.extend(batch.losses)
         self.loss_counts = batch.loss_counts
-        return merge_outputs(batch.outputs, self._splitter.options.specs.output_merge_spec)
+        return merge_outputs(batch.outputs, self._splitter.specs.output_merge_spec)
 
 
 def _same_group(
