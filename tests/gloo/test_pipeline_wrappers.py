@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from polyrhythm.errors import ScheduleError
+from polyrhythm.errors import PeerError, ScheduleError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.partition import ModelPartition, split_layers, split_sequential
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -292,8 +292,10 @@ def test_unsupported_wrappers_are_refused_with_reason(tmp_path: Path) -> None:
         for of_pipeline in (group, one_stage):
             late = Pipeline(module := stack_of(1), **{**options, "process_group": of_pipeline})
             fully_shard(module, mesh=share)
-            with pytest.raises(ScheduleError, match=r"schedule='auto' with a module of stage ."):
+            reason = r"schedule='auto' with a module of stage .|lost s0p0"  # which failed first
+            with pytest.raises((ScheduleError, PeerError), match=reason) as caught:
                 step(late, inputs, target)
+            assert caught.type is ScheduleError or not late.is_first
             dist.barrier()  # until then the other stage may wait for this pipeline's header
         return []
 
