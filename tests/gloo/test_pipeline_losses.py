@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import polyrhythm as pr
@@ -244,6 +248,94 @@ def test_averaged_gradients_are_divided_by_the_labels_of_all_pipelines(tmp_path:
             assert_close(found[kind], updated, tolerance=1e-12)
             # On its own again, a pipeline divides by its own labels.
             assert_close(found[f"{kind}, closed"], found["alone"], tolerance=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # no in-place changes of its output
+def test_shards_are_divided_by_the_labels_of_all_pipelines(tmp_path: Path) -> None:
+    """FSDP2 averages gradients over pipelines, of which each counts only its own labels."""
+    inputs, targets = batch()
+    shares = slice(0, 5), slice(5, 7)
+
+    def work(ctx: DistContext) -> list[dict[str, Tensor]]:
+        own_group = [dist.new_group([rank]) for rank in range(2)][ctx.rank]
+        mesh, found = init_device_mesh("cpu", (2,)), []
+        for shard in (fully_shard, replicate):
+            model = untied()
+            for module in (model[0], model):  # the second has its parameters whole in a backward
+                shard(module, mesh=mesh)
+            options: dict[str, Any] = {"process_group": own_group, "schedule": "1f1b"}
+            pipeline = Pipeline(model, loss_fn=sum_and_count, n_microbatches=2, **options)
+            pipeline.eval(inputs)
+            for _ in range(2):  # gradients of two steps are added
+                pipeline.step(inputs[shares[ctx.rank]], target=targets[shares[ctx.rank]])
+            found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        return found
+
+    microbatches = [slice(0, 3), slice(3, 5), slice(5, 6), slice(6, 7)]  # of both pipelines
+    mean = run_single_process(partial(mean_gradients, microbatches), tmp_path)
+    for by_shard in run_stages(2, work, tmp_path):
+        for found in by_shard:
+            assert_close(found, {name: 2 * value for name, value in mean.items()}, tolerance=1e-12)
+
+
+def run_one_stage(work: Callable[[nn.Linear], Any], folder: Path) -> Any:
+    return run_single_process(lambda: work(nn.Linear(2, 1, bias=False)), folder)
+
+
+def test_unscaled_gradients_are_those_of_the_sum_in_every_mode(tmp_path: Path) -> None:
+    def work(model: nn.Linear) -> list[Any]:
+        found = []
+        for flush, is_deferred in product((True, False), (True, False)):
+            pipeline = Pipeline(
+                *(model, 1, lambda output, target: (output.sum(), 10.0)),
+                scale_grads=False,
+                flush=flush,
+                schedule="1f1b",
+            )
+            pipeline.defer_division(is_deferred)
+            pipeline.step(torch.ones(2, 2), target=torch.ones(2, 1))
+            found.append((model.weight.grad.tolist(), pipeline.pop_divisor(), pipeline.loss_counts))
+            model.zero_grad()
+        return found
+
+    assert run_one_stage(work, tmp_path) == [([[2.0, 2.0]], None, [10.0])] * 4
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_gradients_stay_in_their_memory(flush: bool, tmp_path: Path) -> None:
+    def work(model: nn.Linear) -> tuple[bool, list[float], list[Any]]:
+        pipeline = Pipeline(
+            *(model, 1, lambda output, target: (output.sum(), output.numel())),
+            flush=flush,
+            schedule="1f1b",
+        )
+        flat = torch.ones(1, 2)
+        model.weight.grad = flat
+        pipeline.step(torch.ones(2, 2), target=torch.ones(2, 1))
+        return model.weight.grad is flat, flat.tolist()[0], pipeline.loss_counts
+
+    assert run_one_stage(work, tmp_path) == (True, [2.0, 2.0], [2.0])
+
+
+def test_a_failed_step_leaves_the_gradients_of_earlier_ones(tmp_path: Path) -> None:
+    def work(model: nn.Linear) -> list[list[float]]:
+        calls = iter([False] * 3 + [True])  # the second backward of the second step
+
+        def fail(gradient: Tensor) -> None:
+            if next(calls):
+                raise RuntimeError("out of memory")
+
+        model.weight.register_hook(fail)
+        pipeline = Pipeline(
+            *(model, 2, lambda output, target: (output.sum(), output.numel())), schedule="1f1b"
+        )
+        pipeline.step(torch.ones(2, 2), target=torch.ones(2, 1))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pipeline.step(torch.full((2, 2), 3.0), target=torch.ones(2, 1))
+        found: list[list[float]] = model.weight.grad.tolist()
+        return found
+
+    assert run_one_stage(work, tmp_path) == [[1.0, 1.0]]
 
 
 def check_plain_torch() -> None:

@@ -159,14 +159,15 @@ class Batch:
     loss_kwargs: dict[str, Any]
     loss_weights: Sequence[float]  # of micro-batches in the gradient, unless labels are counted
     unit: float  # labels that weigh 1 in a backward; equal in all pipelines
-    is_split: bool  # otherwise, without a flush, each batch is a mean over its own labels
+    is_own_mean: bool  # without a flush: over the labels of this batch alone
     keeps_outputs: bool
     needs_device_copy: bool  # some tensors are not on the device yet
     positions: Sequence[int]  # of the first sample of each micro-batch
     first: int = 0  # number of its first micro-batch; not 0 in a pipeline without a flush
     losses: list[Tensor] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    counts: dict[int, Count] = field(default_factory=dict)  # labels by micro-batch, if counted
+    counts: dict[int, Count] = field(default_factory=dict)  # weights by micro-batch, if counted
+    labels: dict[int, Count] = field(default_factory=dict)  # on the last stage, if counted
     on_counted: Callable[[], None] | None = None  # before the first backward, if labels are counted
     _kinds: list[MicrobatchKind] = field(init=False)
 
@@ -181,7 +182,7 @@ class Batch:
     def loss_counts(self) -> list[Count]:
         """What each of `losses` is a mean over: labels, or samples."""
         sizes = self.header.sizes
-        return [self.counts.get(m, float(size)) for m, size in enumerate(sizes, start=self.first)]
+        return [self.labels.get(m, float(size)) for m, size in enumerate(sizes, start=self.first)]
 
     def weight(self, microbatch: int) -> Count:
         """Return the weight of a micro-batch's mean loss in the gradient."""
@@ -191,7 +192,7 @@ class Batch:
 
     def divisor(self) -> Count | None:
         """Return what divides the gradients after the last backward; None if not counted."""
-        return sum(self.counts.values()) / self.unit if self.counts and self.is_split else None
+        return sum(self.counts.values()) / self.unit if self.counts else None
 
     def position(self, microbatch: int) -> int:
         return self.positions[microbatch - self.first]
@@ -271,7 +272,7 @@ class BatchSplitter:
             loss_weights=[size / total if total else 1.0 for size in sizes],
             # A weight of samples that is 1 on average over pipelines: usually no gradient changes.
             unit=sum(sizes) / metadata.weight if isinstance(metadata, BatchSlice) else 1.0,
-            is_split=self.options.flush,
+            is_own_mean=self.options.scale_grads and not self.options.flush,
             keeps_outputs=step_inputs.keeps_outputs and self.is_last,
             needs_device_copy=any(
                 leaf.device != self.device for leaf in leaves if isinstance(leaf, Tensor)

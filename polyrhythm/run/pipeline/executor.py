@@ -327,8 +327,8 @@ class Executor:
                     expected="outputs whose shape and dtype depend only on those of the inputs",
                     fix="pad to a fixed shape, or choose the shape outside the pipeline",
                 )
-            # Auxiliary losses follow the chain of stages, in which every stage sends to the next.
-            number = auxiliary if target == self.stage.stage + 1 else 0.0
+            # Auxiliary losses take one way to the last stage: each stage sends them once.
+            number = auxiliary if target == min(self.wiring.targets) else 0.0
             outbox.send(action, kind, [tensor.detach() for tensor in sent], layout, number)
             if training:
                 self._links.gradients_in[target].set_layout(kind, layout.gradient)
@@ -390,7 +390,9 @@ class Executor:
                 expected="a trained parameter on at least one stage",
                 fix="unfreeze one, or call eval() to run forward only",
             )
-        if batch.header.training and not batch.is_split:
+        if loss.count is not None:
+            batch.labels[microbatch] = loss.count
+        if batch.header.training and batch.is_own_mean:
             loss = loss.over_own_count()
         if loss.count is not None:
             batch.counts[microbatch] = loss.count

@@ -273,7 +273,7 @@ class Pipeline:
             spec=options.spec,
             tied=self._tied,
             autotuner=autotuner,
-            division=GradientDivision(self.module, options.scale_grads),
+            division=GradientDivision(options.scale_grads),
         )
 
     @classmethod

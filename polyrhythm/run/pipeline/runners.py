@@ -25,8 +25,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parameter import Parameter
 from torch.nn.utils.stateless import _reparametrize_module
@@ -38,7 +41,7 @@ from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader
 from polyrhythm.run.pipeline.executor import Executor, local
-from polyrhythm.run.pipeline.loss import Count, divide_by
+from polyrhythm.run.pipeline.loss import Count, as_count, divide_by
 from polyrhythm.run.pipeline.partition import TiedParameter, check_module, fingerprint
 from polyrhythm.run.pipeline.transport import Connections
 from polyrhythm.schedule.builders import Schedule
@@ -90,8 +93,7 @@ class TiedGradients:
             gradient = local(parameter.grad)
             with peer_errors("another stage", f"summing the gradient of {tie.key}"):
                 gradient.copy_(self._total(gradient.cpu().contiguous(), tie))
-            if previous is not None:
-                parameter.grad += previous
+            _restore(parameter, previous)
 
     def _parameters(self) -> list[tuple[TiedParameter, Parameter]]:
         """Return the current parameters: sharding a module replaces them."""
@@ -129,20 +131,21 @@ class GradientDivision:
     average divides them: it takes the `pop_divisor` of each pipeline.
     """
 
-    module: nn.Module
     is_enabled: bool  # otherwise gradients are those of the sum over all labels
     is_deferred: bool = False
+    # Those of the stage; set before each step, as FSDP2 replaces them between forward and backward.
+    parameters: Sequence[Parameter] = field(default=(), init=False)
+    mesh: DeviceMesh | None = field(default=None, init=False)  # of FSDP2, which averages gradients
     _divisor: Count | None = field(default=None, init=False)
-    _previous: dict[Parameter, Tensor] = field(default_factory=dict, init=False)
+    _previous: dict[Parameter, Tensor | None] = field(default_factory=dict, init=False)
 
     def begin(self) -> None:
         """Before the first backward of a counted step: set earlier gradients aside."""
-        with_gradient = [p for p in self.module.parameters() if p.grad is not None]
-        if not self.is_deferred:
-            self._previous = {p: p.grad for p in with_gradient if p.grad is not None}
-            for parameter in self._previous if self.is_enabled else ():
+        if not self.is_deferred and self.is_enabled:
+            self._previous = {p: p.grad for p in self.parameters}
+            for parameter in self._previous:
                 parameter.grad = None
-        elif self._divisor is not None and with_gradient:
+        elif self._divisor is not None and any(p.grad is not None for p in self.parameters):
             raise ScheduleError(
                 "a second step before gradients are averaged, with a loss function that returns "
                 "(sum, count)",
@@ -152,20 +155,55 @@ class GradientDivision:
 
     def end(self, batch: Batch) -> None:
         """After the last backward: divide, and add the earlier gradients."""
-        divisor = batch.divisor()
+        divisor = batch.divisor() if self.is_enabled else None
+        if divisor is not None and self.mesh is not None:
+            divisor = _mean_over(self.mesh, divisor)
         if self.is_deferred:
             self._divisor = divisor
-        elif divisor is not None and self.is_enabled:
-            gradients = (p.grad for p in self.module.parameters())
+        elif divisor is not None:
+            gradients = (p.grad for p in self.parameters)
             divide_by(divisor, [local(g) for g in gradients if g is not None])
-            for parameter, gradient in self._previous.items():
-                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+            for parameter, previous in self._previous.items():
+                _restore(parameter, previous)
+        self._previous = {}
+
+    def release(self) -> None:
+        """After a failed step: its gradients are not divided, so only earlier ones stay."""
+        for parameter, previous in self._previous.items():
+            parameter.grad = previous
         self._previous = {}
 
     def pop_divisor(self) -> Count | None:
         """Return the divisor of the gradients of this pipeline; None if they need none."""
         divisor, self._divisor = self._divisor, None
         return divisor
+
+
+def _restore(parameter: Parameter, previous: Tensor | None) -> None:
+    """Add a gradient that was set aside, in its own memory: users may hold views of it."""
+    if previous is not None:
+        if parameter.grad is not None:
+            previous.add_(parameter.grad)
+        parameter.grad = previous
+
+
+def _mean_over(mesh: DeviceMesh, divisor: Count) -> Count:
+    """Return the mean over the processes that share a stage."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device_type) + divisor
+    with peer_errors("another pipeline", "averaging the number of labels"):
+        for dim in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(dim))
+    return as_count(total / mesh.size())
+
+
+def _mesh_of_shards(module: nn.Module) -> DeviceMesh:
+    """Return the mesh of all processes that share a stage with FSDP2.
+
+    The largest mesh of a parameter has all of them. It may have a dimension of tensor parallelism,
+    over which the number of labels is equal.
+    """
+    meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+    return max(meshes, key=lambda mesh: mesh.size())
 
 
 def warn_of_copies(module: nn.Module, connections: Connections) -> None:
@@ -259,6 +297,10 @@ class FlushRunner:
                 has_dw_builder=self.executor.stage.dw_builder is not None,
             )
             self._sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        for sharded in self._sharded:  # an evaluation may leave a module with whole parameters
+            sharded.reshard()
+        self.division.mesh = _mesh_of_shards(self.module) if self._sharded else None
+        self.division.parameters = list(self.module.parameters())
         batch.on_counted = self.division.begin
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():
             with _accumulate_locally(self._sharded), self.accumulation_context():
@@ -273,6 +315,7 @@ class FlushRunner:
     def release(self) -> None:
         """Free the activations of a failed step."""
         self.executor.stage.release()
+        self.division.release()
 
     def _tune(self, batch: Batch) -> None:
         stage = self.executor.stage
@@ -400,8 +443,10 @@ class PipeDreamRunner:
             self.executor.execute(Action(Op.B, batch.first), batch)
         for name, parameter in self.module.named_parameters():
             gradient = weights[name].grad if name in weights else None
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient)  # in its own memory: users may hold views of it
+            elif gradient is not None:
+                parameter.grad = gradient
 
 
 def _call(module: nn.Module, weights: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
