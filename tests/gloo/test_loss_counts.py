@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.pipeline.batch import mean_loss
-from polyrhythm.run.pipeline.loss import LossFunction, MicrobatchLoss
+from polyrhythm.run.pipeline.loss import LossFunction, MicrobatchLoss, divide_by
 from tests.gloo.pipelines import run_single_process
 
 NUM_CLASSES, LENGTH = 5, 4
@@ -54,7 +54,19 @@ def sum_and_count(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return flat_cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()
 
 
+def other_ignored_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of two parts over the number of labels."""
+    labels = torch.where(labels == -100, 3, labels)
+    parts = zip(logits.split(2, dim=1), labels.split(2, dim=1), strict=True)
+    options: dict[str, Any] = {"ignore_index": 3, "reduction": "sum"}
+    return (
+        torch.stack([flat_cross_entropy(*part, **options) for part in parts]).sum()
+        / (labels != 3).sum()
+    )
+
+
 LOSSES = [
+    other_ignored_sum,
     flat_cross_entropy,
     causal,
     weighted,
@@ -92,12 +104,16 @@ def check_weighted_means(loss: Callable[..., Any], kept: list[list[int]], seed: 
     leaf = logits.clone().requires_grad_()
     parts = list(zip(split(leaf, sizes), split(labels, sizes), sizes, strict=True))
     function = LossFunction(loss, counts_labels=True)
-    found = [function(output, target, num_samples=size) for output, target, size in parts]
+    with warnings.catch_warnings():
+        if loss is by_hand:
+            warnings.simplefilter("ignore")  # its count is a guess
+        found = [function(output, target, num_samples=size) for output, target, size in parts]
     counts = [float(each.count) for each in found if each.count is not None]
     for each, (output, _, _), count in zip(found, parts, counts, strict=True):
         each.objective(count / 2.0, 2.0, output).backward()  # 2.0: any unit
     total = sum(counts)
-    mean = mean_loss([each.mean() for each in found], counts)
+    mean, number = mean_loss([each.mean() for each in found], counts)
+    assert number == total
     assert leaf.grad is not None
     if not total:
         assert mean is None
@@ -159,6 +175,85 @@ def test_several_cross_entropies_of_unequal_labels_are_weighted_by_samples_with_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         function(*batch(0, [1, 1, 2]), num_samples=3)
+
+
+def own_mask(logits: Tensor, labels: Tensor) -> Tensor:
+    losses, kept = flat_cross_entropy(logits, labels, reduction="none"), labels.flatten() != 0
+    return (losses * kept).sum() / kept.sum()
+
+
+def per_sequence(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return (losses.sum(1) / (labels != -100).sum(1)).mean()
+
+
+@pytest.mark.parametrize("loss", [own_mask, per_sequence, by_hand])
+def test_a_count_that_is_a_guess_is_warned_of_once(loss: Callable[..., Any]) -> None:
+    function = LossFunction(loss, counts_labels=True)
+    logits, labels = batch(0, [4, 4, 4])
+    labels.clamp_(min=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert function(logits, labels, num_samples=3).count == 12  # any of them is right here
+    labels[1, 1:] = 0 if loss is own_mask else -100
+    with pytest.warns(UserWarning, match=r"mean over .*; return \(sum, count\)"):
+        function(logits, labels, num_samples=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(logits[:1], labels[:1], num_samples=1)
+
+
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_a_loss_may_return_early_without_a_label(ignored: int) -> None:
+    def guarded(logits: Tensor, labels: Tensor) -> Tensor:
+        if (labels == ignored).all():
+            return logits.sum() * 0
+        return cross_entropy(logits, labels, ignore_index=ignored)
+
+    function, logits = LossFunction(guarded, counts_labels=True), torch.randn(3, NUM_CLASSES)
+    targets = [1, 2, 3], [ignored] * 3, [ignored, 2, 3]
+    found = [function(logits, torch.tensor(labels), num_samples=3).count for labels in targets]
+    assert found == [3, 0, 2]
+
+
+@pytest.mark.parametrize("is_counting", [False, True])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, None])
+def test_a_pair_of_a_mean_and_a_metric_is_refused(options: Any, is_counting: bool) -> None:
+    def with_accuracy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+        loss = logits.square().mean() if options is None else None
+        return cross_entropy(logits, labels, **options) if loss is None else loss, accuracy
+
+    if options and not is_counting:
+        return  # it cannot be told from a sum
+    logits = torch.randn(3, NUM_CLASSES, requires_grad=True)
+    function = LossFunction(with_accuracy, counts_labels=is_counting)
+    with pytest.raises(ScheduleError, match="the first value is a mean"):
+        function(logits, torch.tensor([1, 2, 3]), num_samples=3)
+
+
+def check_no_nan() -> None:
+    value = torch.ones(3, requires_grad=True)
+    none = torch.tensor(0.0, dtype=torch.float64)  # on a GPU it would not be read
+    loss = MicrobatchLoss((value * 0).sum(), none, is_sum=True)
+    own = loss.over_own_count()
+    assert own.count is not None
+    own.objective(own.count, 1.0, value).backward()
+    assert value.grad is not None
+    assert not value.grad.any()
+    assert loss.mean() == 0
+
+
+def test_a_count_of_zero_that_is_not_read_gives_no_nan(tmp_path: Path) -> None:
+    run_single_process(check_no_nan, tmp_path)
+
+
+def test_gradients_of_several_types_are_divided_by_a_tensor() -> None:
+    gradients = [torch.ones(3, dtype=x) for x in (torch.float32, torch.bfloat16) * 2]
+    divide_by(torch.tensor(4.0, dtype=torch.float64), gradients)
+    divide_by(torch.tensor(0.0, dtype=torch.float64), gradients)
+    divide_by(2.0, gradients)
+    assert all((gradient == 0.125).all() for gradient in gradients)
 
 
 def test_two_calls_on_the_same_labels_count_them_once() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
-from polyrhythm.run.pipeline.loss import Count
+from polyrhythm.run.pipeline.loss import Count, as_count
 from polyrhythm.run.pipeline.microbatch import (
     ArgumentTree,
     ChunkSpecs,
@@ -342,13 +342,21 @@ def _header_of(
     return BatchHeader(training, runs, metadata)
 
 
-def mean_loss(losses: Sequence[Tensor], counts: Sequence[Count]) -> float | None:
-    """Return the mean over all labels; None without a label."""
-    numbers = [float(count) for count in counts]
-    if not sum(numbers):
-        return None
-    weighted = zip(losses, numbers, strict=True)
-    return sum(loss.item() * count for loss, count in weighted if count) / sum(numbers)
+def read_losses(losses: Sequence[Tensor], counts: Sequence[Count]) -> list[tuple[float, float]]:
+    """Return mean and count of each micro-batch, with one copy from a GPU for all."""
+    values = [as_count(value) for value in (*losses, *counts)]
+    on_gpu = [value for value in values if isinstance(value, Tensor)]
+    copied = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]
+    return list(zip(numbers[: len(losses)], numbers[len(losses) :], strict=True))
+
+
+def mean_loss(losses: Sequence[Tensor], counts: Sequence[Count]) -> tuple[float | None, float]:
+    """Return the mean over all labels, None without a label, and their number."""
+    found = read_losses(losses, counts)
+    total = sum(count for _, count in found)
+    mean = sum(loss * count for loss, count in found if count) / total if total else None
+    return mean, total
 
 
 def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:

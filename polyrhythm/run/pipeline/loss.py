@@ -2,8 +2,9 @@
 
 The objective of a step is the mean loss over all labels of the global batch: the sum over
 micro-batches of count * mean / N, where `count` is the number of labels that a mean is over and N
-the sum of all counts. N is known only after the last loss. So the backwards run with a constant in
-its place, the `unit`, and the gradients are divided by N / unit at the end of the step.
+the sum of all counts. N is known only after the last loss. So the backwards run with a constant U
+in its place, the `unit`: they start from count / U * mean, and the end of the step divides the
+gradients by N / U, which is 1 if U was a good guess.
 
 A module adds an auxiliary loss, such as the load balancing loss of a mixture of experts, to the
 graph of any tensor that it returns. Its gradient has the weight of its micro-batch. That weight is
@@ -11,7 +12,8 @@ known when the backward starts, on every stage.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -33,6 +35,7 @@ NOT_COUNTED = -1.0  # in messages, in place of a count
 _PAIR, _MEAN = "a sum and a count", "a mean"
 _CROSS_ENTROPY = "a mean over the labels of one cross-entropy"
 _LABELS, _SAMPLES = "a mean over the labels of the target", "a mean over samples"
+_NUM_CHECKED = 8  # micro-batches whose numbers are read from a GPU, for warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +52,15 @@ class MicrobatchLoss:
         if self.count is None:
             return value
         if self.is_sum:
-            value = value / self.count if _may_be_positive(self.count) else value
+            value = value / _divisor(self.count)
         return where_counted(self.count, value)
 
     def over_own_count(self) -> "MicrobatchLoss":
         """Return a mean that counts once, for a batch that is not split; or never, if empty."""
         if self.count is None:
             return self
-        value = self.value
-        if self.is_sum and _may_be_positive(self.count):
-            value = value / self.count
         count = self.count
+        value = self.value / _divisor(count) if self.is_sum else self.value
         is_counted = (count > 0).double() if isinstance(count, Tensor) else float(count > 0)
         return MicrobatchLoss(value, is_counted)
 
@@ -84,21 +85,30 @@ def where_counted(count: Count, value: Tensor) -> Tensor:
     return value if count > 0 else torch.zeros_like(value)
 
 
+def _divisor(count: Count) -> Count:
+    """Return the count, or 1 without a label: a gradient of 0 / 0 is nan."""
+    return torch.where(count > 0, count, 1.0) if isinstance(count, Tensor) else count or 1.0
+
+
 def _may_be_positive(count: Count) -> bool:
     return isinstance(count, Tensor) or count > 0
 
 
 def divide_by(divisor: Count, gradients: Iterable[Tensor]) -> None:
     """Divide by the mean number of labels; 0 leaves the gradients, which are 0, too."""
-    tensors = list(gradients)
-    if not tensors:
+    if not isinstance(divisor, Tensor) and (
+        divisor <= 0 or abs(divisor - 1) <= 1e-12  # it is exact but for the rounding of weights
+    ):
         return
-    if isinstance(divisor, Tensor):
-        factor = torch.where(divisor > 0, 1 / divisor, 1.0)
-        for tensor in tensors:
-            tensor.mul_(factor)
-    elif divisor > 0 and abs(divisor - 1) > 1e-12:  # it is exact but for the rounding of weights
-        torch._foreach_mul_(tensors, 1 / divisor)
+    factor = 1 / _divisor(divisor)
+    by_type = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
+    for gradient in gradients:
+        by_type[gradient.device, gradient.dtype].append(gradient)
+    for (device, dtype), tensors in by_type.items():  # one kernel for all, if their types are equal
+        own = factor
+        if isinstance(factor, Tensor):
+            own = factor.to(device, torch.promote_types(dtype, torch.float32))
+        torch._foreach_mul_(tensors, own)
 
 
 @dataclass(slots=True)
@@ -106,14 +116,17 @@ class LossFunction:
     """Calls the user's loss function and finds the number of labels of its mean.
 
     It may return (sum, count). With `counts_labels` a mean counts, too: the labels of its only call
-    of cross_entropy or nll_loss with reduction="mean"; without such a call the integer labels of
-    the target other than -100; without those, or with several calls, samples.
+    of cross_entropy or nll_loss, with reduction="mean" if there is one; without such a call the
+    integer labels of the target other than -100; without those, or with several calls, samples.
+    Where that is a guess which may be wrong, it warns once.
     """
 
     function: Callable[..., Any]
     counts_labels: bool = False
     _returned: dict[bool, str] = field(default_factory=dict, init=False)  # by training or not
-    _labels_per_sample: tuple[float, ...] = field(default=(), init=False)  # of several calls
+    _ignore_index: int = field(default=IGNORE_INDEX, init=False)  # of the latest call
+    _labels_per_sample: tuple[float, ...] = field(default=(), init=False)  # of calls, or a target
+    _num_checked: int = field(default=0, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def __call__(
@@ -126,17 +139,21 @@ class LossFunction:
         host_target: Any = None,
     ) -> MicrobatchLoss:
         """`host_target`: the target before its copy to a GPU, where counting would wait for it."""
-        calls = _MeanReductions() if self.counts_labels else None
+        calls = _Reductions() if self.counts_labels else None
         with nullcontext() if calls is None else calls:
             returned = self.function(output, target, **loss_kwargs)
         if isinstance(returned, tuple | list):
             what, loss = _PAIR, MicrobatchLoss(*_checked_pair(returned), is_sum=True)
+            _check_is_sum(loss.value, () if calls is None else calls.found)
         elif calls is None:
             what, loss = _MEAN, MicrobatchLoss(_checked_scalar(returned))
         else:
             known = target if host_target is None else host_target
-            what, count = self._count(calls.found, known, num_samples)
-            loss = MicrobatchLoss(_checked_scalar(returned), count)
+            value = _checked_scalar(returned)
+            what, count = self._count(calls.found, value, known, num_samples)
+            loss = MicrobatchLoss(value, count)
+            if not _may_be_positive(count):  # losses often return 0 early, without a label
+                return loss
         previous = self._returned.setdefault(torch.is_grad_enabled(), what)
         if previous != what:
             raise ScheduleError(
@@ -147,32 +164,67 @@ class LossFunction:
         return loss
 
     def _count(
-        self, calls: "list[_MeanReduction]", target: Any, num_samples: int
+        self, calls: "list[_Reduction]", value: Tensor, target: Any, num_samples: int
     ) -> tuple[str, Count]:
-        if len({call.key for call in calls}) == 1:
-            return _CROSS_ENTROPY, calls[0].count()
-        if calls:
-            self._check_proportional(calls, num_samples)
+        means = [call for call in calls if call.reduction == "mean"]
+        different = {call.key: call for call in means or calls}
+        if len(different) > 1 and means:
+            self._check_proportional(
+                lambda: [float(call.count()) / num_samples for call in means],
+                f"a mean of {len(means)} cross-entropies, whose numbers of labels differ between "
+                "micro-batches: it is weighted by samples",
+                is_checked=self._is_checked(*(call.target for call in means)),
+            )
             return _SAMPLES, float(num_samples)
+        if calls:
+            counts = [call.count() for call in different.values()]  # several: parts of the labels
+            count: Count = sum(counts[1:], counts[0])
+            self._ignore_index = (means or calls)[0].ignore_index
+            if not means and self._is_checked(count) and not _is_mean(value, calls, count):
+                self._warn(
+                    f"a value that is not the sum of its cross-entropy over {float(count):g} "
+                    "labels, but is weighted as a mean over them"
+                )
+            return _CROSS_ENTROPY, count
         labels = _integer_labels(target)
         if labels is None:
             return _SAMPLES, float(num_samples)
-        return _LABELS, float((labels != IGNORE_INDEX).sum())  # 0 must be known: see `objective`
-
-    def _check_proportional(self, calls: "list[_MeanReduction]", num_samples: int) -> None:
-        """Warn if weights by samples differ from those of one process on the whole batch."""
-        if self._has_warned:
-            return
-        per_sample = tuple(float(call.count()) / num_samples for call in calls)
-        if self._labels_per_sample and per_sample != self._labels_per_sample:
-            self._has_warned = True
-            warnings.warn(
-                f"the loss function returned a mean of {len(calls)} cross-entropies, whose numbers "
-                "of labels differ between micro-batches: it is weighted by samples; return (sum, "
-                "count) from it for the result of one process on the whole batch",
-                stacklevel=2,
+        number = float((labels != self._ignore_index).sum())  # 0 must be known: see `objective`
+        if number:
+            self._check_proportional(
+                lambda: [number / num_samples],
+                f"a value that is taken as a mean over the {number:g} labels of its target, whose "
+                "number differs between micro-batches",
             )
+        return _LABELS, number
+
+    def _check_proportional(
+        self, labels_per_sample: Callable[[], list[float]], what: str, *, is_checked: bool = True
+    ) -> None:
+        """Warn of weights that may differ from those of one process on the whole batch."""
+        if self._has_warned or not is_checked:
+            return
+        per_sample = tuple(labels_per_sample())
+        if self._labels_per_sample and per_sample != self._labels_per_sample:
+            self._warn(what)
         self._labels_per_sample = per_sample
+
+    def _is_checked(self, *numbers: Count) -> bool:
+        """Return whether to read numbers; on a GPU, which this blocks, only the first few."""
+        if self._has_warned or not all(map(_may_be_positive, numbers)):
+            return False
+        if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in numbers):
+            return True
+        self._num_checked += 1
+        return self._num_checked <= _NUM_CHECKED
+
+    def _warn(self, what: str) -> None:
+        self._has_warned = True
+        warnings.warn(
+            f"the loss function returned {what}; return (sum, count) from it for the result of "
+            "one process on the whole batch",
+            stacklevel=2,
+        )
 
 
 def _checked_scalar(value: Any) -> Tensor:
@@ -209,6 +261,21 @@ def _checked_pair(returned: tuple[Any, ...] | list[Any]) -> tuple[Tensor, Count]
     return total, number
 
 
+def _check_is_sum(value: Tensor, calls: "Sequence[_Reduction]") -> None:
+    """Refuse a mean in place of the sum, as in (mean, accuracy)."""
+    node = value.grad_fn
+    is_mean = node is not None and (
+        getattr(node, "_saved_reduction", None) == 1  # torch's number of reduction="mean"
+        or node.name().startswith("MeanBackward")
+    )
+    if is_mean or any(call.result is value and call.reduction == "mean" for call in calls):
+        raise ScheduleError(
+            "the loss function returned a pair, and the first value is a mean",
+            expected="a pair (sum, count): the sum of losses, and the number of their labels",
+            fix="use reduction='sum', or return (mean * count, count); metrics go elsewhere",
+        )
+
+
 def as_count(count: Any) -> Count:
     """Return a number, or, of a tensor on a GPU, a float64 tensor without dimensions."""
     if isinstance(count, DTensor):
@@ -229,9 +296,11 @@ def _integer_labels(target: Any) -> Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _MeanReduction:
-    """A call of a loss of torch.nn.functional with reduction="mean"."""
+class _Reduction:
+    """A call of a loss of torch.nn.functional."""
 
+    reduction: str
+    result: Tensor
     target: Tensor  # integer labels, or probabilities
     num_predictions: float
     weight: Tensor | None = None
@@ -245,7 +314,7 @@ class _MeanReduction:
         return *place, id(self.weight), self.ignore_index, self.num_predictions
 
     def count(self) -> Count:
-        """Return the number by which the call has divided the sum of losses."""
+        """Return the number by which a mean divides the sum of losses."""
         if self.target.is_floating_point():
             return self.num_predictions
         is_counted = self.target != self.ignore_index
@@ -255,7 +324,15 @@ class _MeanReduction:
         return as_count((self.weight.detach().double()[labels] * is_counted.flatten()).sum())
 
 
+def _is_mean(value: Tensor, calls: Sequence[_Reduction], count: Count) -> bool:
+    """Return whether `value` is the sum of losses over `count`, but for rounding; or nan."""
+    total = sum(float(as_count(call.result.detach().double().sum())) for call in calls)
+    mean, tolerance = total / float(count), max(1e-4, 8 * torch.finfo(value.dtype).eps)
+    return not abs(float(as_count(value)) - mean) > tolerance * abs(mean)
+
+
 def _cross_entropy(
+    result: Tensor,
     input: Tensor,  # noqa: A002  # torch's name, by which it may be passed
     target: Tensor,
     weight: Tensor | None = None,
@@ -264,14 +341,15 @@ def _cross_entropy(
     reduce: bool | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> _MeanReduction | None:
-    if reduction != "mean" or size_average is not None or reduce is not None:
+) -> _Reduction | None:
+    if size_average is not None or reduce is not None:
         return None
     num_predictions = input.numel() / input.shape[1 if input.dim() > 1 else 0]
-    return _MeanReduction(target, num_predictions, weight, ignore_index)
+    return _Reduction(reduction, result, target, num_predictions, weight, ignore_index)
 
 
 def _linear_cross_entropy(
+    result: Tensor,
     input: Tensor,  # noqa: A002  # torch's name, by which it may be passed
     linear_weight: Tensor,
     target: Tensor,
@@ -280,18 +358,16 @@ def _linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     **_: Any,
-) -> _MeanReduction | None:
-    if reduction != "mean":
-        return None
+) -> _Reduction | None:
     num_predictions = input.numel() / input.shape[-1]
     ignored = IGNORE_INDEX if ignore_index is None else ignore_index
-    return _MeanReduction(target, num_predictions, weight, ignored)
+    return _Reduction(reduction, result, target, num_predictions, weight, ignored)
 
 
-class _MeanReductions(TorchFunctionMode):
-    """Finds the mean reductions that run in its context."""
+class _Reductions(TorchFunctionMode):
+    """Finds the losses over labels that run in its context."""
 
-    _READERS: ClassVar[dict[Any, Callable[..., _MeanReduction | None]]] = {
+    _READERS: ClassVar[dict[Any, Callable[..., _Reduction | None]]] = {
         functional.cross_entropy: _cross_entropy,
         functional.nll_loss: _cross_entropy,
         getattr(
@@ -301,14 +377,14 @@ class _MeanReductions(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[_MeanReduction] = []
+        self.found: list[_Reduction] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         reader = self._READERS.get(func)
-        if reader is not None and (found := reader(*args, **(kwargs or {}))) is not None:
+        if reader is not None and (found := reader(result, *args, **(kwargs or {}))) is not None:
             self.found.append(found)
         return result
 
@@ -360,8 +436,8 @@ def add_auxiliary_loss(hidden: Tensor, loss: Tensor) -> Tensor:
 
     Any module of any stage may call it, on a tensor that its output depends on. The result is that
     of adding `loss` to the loss of the micro-batch: in the gradient, and in the loss that a step
-    reports. Evaluation leaves it out. Outside a Pipeline only the gradient is added, as if to a
-    loss that `backward()` is called on unscaled.
+    reports. Evaluation leaves it out. Outside a Pipeline only the gradient is added. A GradScaler
+    does not scale it, there or in a `loss_fn`: multiply `loss` by its `get_scale()`, too.
     """
     is_float = isinstance(hidden, Tensor) and (hidden.is_floating_point() or hidden.is_complex())
     if not is_float or not isinstance(loss, Tensor) or loss.numel() != 1:

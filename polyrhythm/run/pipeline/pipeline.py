@@ -430,7 +430,7 @@ class Pipeline:
             start = time.perf_counter()
             self._runner.run(batch)
         if (log := self._own_log) is not None:
-            loss = mean_loss(batch.losses, batch.loss_counts) if batch.losses else None
+            loss, _ = mean_loss(batch.losses, batch.loss_counts) if batch.losses else (None, 0.0)
             values = {} if loss is None else {"loss": loss}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
         self.num_steps += 1

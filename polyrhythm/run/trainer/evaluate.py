@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
-from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError, read_losses
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import Range
 
@@ -86,9 +86,8 @@ def _own_batches(
     stage_loader = StageLoader(pipeline, samples)
 
     def count(losses: list[Tensor]) -> None:
-        for loss, labels in zip(losses, pipeline.loss_counts if losses else (), strict=True):
-            number = float(labels)
-            value = loss.item() * number
+        for loss, number in read_losses(losses, pipeline.loss_counts if losses else ()):
+            value = loss * number
             totals[0] += Fraction(value) if math.isfinite(value) else value
             totals[1] += Fraction(number)
 

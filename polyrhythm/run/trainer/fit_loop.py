@@ -452,8 +452,8 @@ class Phase:
         while (max_steps is None or num_steps < max_steps) and (info := self._step()) is not None:
             num_steps += 1
             fit.steps.append(info)
-            if info.loss is not None:
-                fit.losses.append(info.loss)
+            if self._context.pipeline.is_last:
+                fit.losses.append(math.nan if info.loss is None else info.loss)
 
     def advance_lr_scheduler(self, step: int) -> None:
         """Advance to the global step; this pipeline may compute only some of the steps."""
@@ -478,11 +478,12 @@ class Phase:
             self.strategy.update(self.sampler.acknowledge)
             self.advance_lr_scheduler(batch_slice.step + 1)
             self._progress.step = max(before, batch_slice.step + 1)
+        loss, num_labels = mean_loss(losses, pipeline.loss_counts) if losses else (None, 0.0)
         info = StepInfo(
             step=batch_slice.step,
             num_samples=batch_slice.num_samples,
-            loss=mean_loss(losses, pipeline.loss_counts) if losses else None,
-            num_labels=float(sum(pipeline.loss_counts)) if losses else 0.0,
+            loss=loss,
+            num_labels=num_labels,
             seconds=time.perf_counter() - start,
         )
         if pipeline.is_first:

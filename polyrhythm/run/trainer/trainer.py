@@ -77,7 +77,8 @@ class FitResult:
     """The steps of one `fit` on this worker, and its duration."""
 
     steps: tuple[StepInfo, ...]  # this worker's last 1000; callbacks get all of them
-    losses: tuple[float, ...]  # mean loss of this pipeline's samples in each step; on last stages
+    # Mean loss of this pipeline's labels in each of its steps, nan without one; on last stages.
+    losses: tuple[float, ...]
     seconds: Seconds
 
 
