@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import polyrhythm as pr
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.pipeline.partition import ModelPartition, Wiring
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from tests.gloo.pipelines import (
     assert_close,
@@ -336,6 +337,38 @@ def test_a_failed_step_leaves_the_gradients_of_earlier_ones(tmp_path: Path) -> N
         return found
 
     assert run_one_stage(work, tmp_path) == [[1.0, 1.0]]
+
+
+class Sum(nn.Module):
+    def forward(self, *hidden: Tensor) -> Tensor:
+        return torch.stack(hidden).sum(0)
+
+
+def test_auxiliary_losses_arrive_by_any_route(tmp_path: Path) -> None:
+    """Two branches: stage 1 sends only to stage 3, past stage 2."""
+    targets: list[dict[int, None]] = [{1: None, 2: None}, {3: None}, {3: None}, {}]
+
+    def work(ctx: DistContext) -> Any:
+        module = untied()[0] if ctx.rank < 3 else Sum()
+        sources = tuple(s for s, sent in enumerate(targets) if ctx.rank in sent)
+        part = ModelPartition(
+            module=module, wiring=Wiring(sources=sources, targets=targets[ctx.rank])
+        )
+        losses: list[Tensor] = []
+        with Pipeline(part, 1, mean, schedule="1f1b", timeout=20.0) as pipeline:
+            step(pipeline, *batch(), losses=losses)
+        return losses
+
+    def single_process() -> Tensor:
+        layer, (inputs, target) = untied()[0], batch()
+        layer.is_reference = True
+        first = layer(inputs)
+        second = layer(first)
+        auxiliary = auxiliary_loss(first) + 2 * auxiliary_loss(second)
+        return (mean(2 * second, target) + auxiliary).detach()
+
+    (found,) = run_stages(4, work, tmp_path)[-1]
+    assert found.item() == pytest.approx(run_single_process(single_process, tmp_path).item())
 
 
 def check_plain_torch() -> None:

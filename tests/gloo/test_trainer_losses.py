@@ -3,6 +3,7 @@
 Every job runs all cases one after the other: starting processes takes longer than training.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -146,7 +147,11 @@ def train(
         timeout=30.0,
     )
     with trainer:
-        losses = [(step.loss, step.num_labels) for step in trainer.fit(max_steps=steps).steps]
+        result = trainer.fit(max_steps=steps)
+        losses = [(step.loss, step.num_labels) for step in result.steps]
+        assert len(result.losses) in (0, steps)  # on the last stage an entry for every step
+        for found, (loss, _) in zip(result.losses, losses, strict=False):
+            assert loss == found or (loss is None and math.isnan(found))
         return losses, trainer.model.state_dict(), trainer.evaluate(dataset())
 
 

@@ -35,7 +35,7 @@ NOT_COUNTED = -1.0  # in messages, in place of a count
 _PAIR, _MEAN = "a sum and a count", "a mean"
 _CROSS_ENTROPY = "a mean over the labels of one cross-entropy"
 _LABELS, _SAMPLES = "a mean over the labels of the target", "a mean over samples"
-_NUM_CHECKED = 8  # micro-batches whose numbers are read from a GPU, for warnings
+_NUM_CHECKED = 4  # micro-batches whose numbers are read from a GPU, for warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +178,16 @@ class LossFunction:
             return _SAMPLES, float(num_samples)
         if calls:
             counts = [call.count() for call in different.values()]  # several: parts of the labels
-            count: Count = sum(counts[1:], counts[0])
             self._ignore_index = (means or calls)[0].ignore_index
-            if not means and self._is_checked(count) and not _is_mean(value, calls, count):
+            if means:
+                return _CROSS_ENTROPY, counts[0]
+            number = float(sum(counts))  # as a division by hand has nan gradients without a label
+            if number and self._is_checked(value) and not _is_mean(value, calls, number):
                 self._warn(
-                    f"a value that is not the sum of its cross-entropy over {float(count):g} "
-                    "labels, but is weighted as a mean over them"
+                    f"a value that is not the sum of its cross-entropy over {number:g} labels, but "
+                    "is weighted as a mean over them"
                 )
-            return _CROSS_ENTROPY, count
+            return _CROSS_ENTROPY, number
         labels = _integer_labels(target)
         if labels is None:
             return _SAMPLES, float(num_samples)
@@ -209,11 +211,11 @@ class LossFunction:
             self._warn(what)
         self._labels_per_sample = per_sample
 
-    def _is_checked(self, *numbers: Count) -> bool:
-        """Return whether to read numbers; on a GPU, which this blocks, only the first few."""
-        if self._has_warned or not all(map(_may_be_positive, numbers)):
+    def _is_checked(self, *tensors: Tensor) -> bool:
+        """Return whether to read tensors; on a GPU, which blocks the host, only the first few."""
+        if self._has_warned:
             return False
-        if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in numbers):
+        if all(tensor.device.type == "cpu" for tensor in tensors):
             return True
         self._num_checked += 1
         return self._num_checked <= _NUM_CHECKED
@@ -324,10 +326,10 @@ class _Reduction:
         return as_count((self.weight.detach().double()[labels] * is_counted.flatten()).sum())
 
 
-def _is_mean(value: Tensor, calls: Sequence[_Reduction], count: Count) -> bool:
+def _is_mean(value: Tensor, calls: Sequence[_Reduction], count: float) -> bool:
     """Return whether `value` is the sum of losses over `count`, but for rounding; or nan."""
     total = sum(float(as_count(call.result.detach().double().sum())) for call in calls)
-    mean, tolerance = total / float(count), max(1e-4, 8 * torch.finfo(value.dtype).eps)
+    mean, tolerance = total / count, max(1e-4, 8 * torch.finfo(value.dtype).eps)
     return not abs(float(as_count(value)) - mean) > tolerance * abs(mean)
 
 
