@@ -20,6 +20,8 @@ checkpointing saves and restores the generators, as always in torch. Nothing has
 
 import ctypes
 import hashlib
+import inspect
+import logging
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +33,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+_logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd: the seeds of layers are far apart
 _BEFORE_LAYERS, _LOSS = -1, -2  # streams, besides those of layers
@@ -59,7 +64,10 @@ class RandomStreams:
         seed: int,
         layers: Iterable[nn.Module | StreamedLayer] = (),
         device: torch.device | str = "cpu",
+        *,
+        has_hooks: bool = True,
     ) -> None:
+        """`has_hooks=False`: seed nothing between layers until the model is seen to draw."""
         self._seed, first = seed, dict[nn.Module, int]()
         self._layers = [
             x if isinstance(x, StreamedLayer) else StreamedLayer(first.setdefault(x, index), x)
@@ -72,8 +80,22 @@ class RandomStreams:
         self._base: int | None = None  # of the current micro-batch
         own = [(index, layer) for index, (_, layer) in enumerate(self._layers) if layer is not None]
         self._first = own[0][0] if own else 0
-        for layer, index in {layer: index for index, layer in own}.items():
-            layer.register_forward_hook(partial(_after_layer, self.after_layer, index))
+        self._own = {layer: index for index, layer in own}
+        self._hooks = list[RemovableHandle]()
+        self._states: list[bytes] | None = None  # before a forward without hooks
+        if has_hooks:
+            self._add_hooks()
+
+    def close(self) -> None:
+        """Remove the hooks of all layers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._own = [], {}
+
+    def _add_hooks(self) -> None:
+        for layer, index in self._own.items():
+            hook = layer.register_forward_hook(partial(_after_layer, self.after_layer, index))
+            self._hooks.append(hook)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -83,6 +105,7 @@ class RandomStreams:
         try:
             yield
         finally:
+            self._end_forward()
             self._base = None
             torch.default_generator.set_state(cpu)
             if cuda is not None:
@@ -91,19 +114,37 @@ class RandomStreams:
     def begin_forward(self, position: int) -> None:
         """Seed the forward of the micro-batch whose first sample has this position."""
         self.begin_backward(position)
-        self.after_layer(self._first - 1)
+        self._seed_after(self._first - 1)
+        if self._own and not self._hooks:
+            self._states = self._current_states()
 
     def begin_backward(self, position: int) -> None:
         """Select the micro-batch: activation checkpointing runs its layers in backward."""
+        self._end_forward()
         self._base = stream_seed(self._seed, "layers", position)
 
     def begin_loss(self) -> None:
+        self._end_forward()
         self._seed_stream(_LOSS)
+
+    def _end_forward(self) -> None:
+        """Add hooks if a forward without them has drawn."""
+        states, self._states = self._states, None
+        if states is not None and states != self._current_states():
+            self._add_hooks()
+            _logger.warning(
+                "the model has drawn random numbers, though no module has a rate of dropout above "
+                "0: those of this micro-batch depend on the number of stages, later ones do not. "
+                "To seed all, give a module of each stage an attribute such as `noise = 1.0`"
+            )
 
     def after_layer(self, index: int) -> None:
         """Seed what follows the layer with this index in the list, up to the end of the next."""
-        if self._base is not None:
-            self._seed_stream(self._layers[index].stream if index >= 0 else _BEFORE_LAYERS)
+        if self._base is not None and self._hooks:
+            self._seed_after(index)
+
+    def _seed_after(self, index: int) -> None:
+        self._seed_stream(self._layers[index].stream if index >= 0 else _BEFORE_LAYERS)
 
     def _seed_stream(self, stream: int) -> None:
         assert self._base is not None, "in a forward or backward"
@@ -111,6 +152,12 @@ class RandomStreams:
         torch.default_generator.manual_seed(seed)
         if self._cuda_index is not None:  # on the host: nothing waits for the device
             self._cuda_generator().manual_seed(seed)
+
+    def _current_states(self) -> list[bytes]:
+        generators = [torch.default_generator]
+        if self._cuda_index is not None:
+            generators.append(self._cuda_generator())
+        return [generator.get_state().numpy().tobytes() for generator in generators]
 
     def _cuda_generator(self) -> torch.Generator:
         assert self._cuda_index is not None, "on a GPU"
@@ -120,6 +167,33 @@ class RandomStreams:
 @torch.compiler.disable  # otherwise it is traced as a part of a compiled layer
 def _after_layer(after_layer: Callable[[int], None], index: int, *_: Any) -> None:
     after_layer(index)
+
+
+def may_draw(model: nn.Module) -> bool:
+    """Return whether training a model may draw random numbers; in doubt, True."""
+    modules = list(model.modules())
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    return any(map(_has_rate, [*configs.values(), *modules])) or any(map(_calls_draw, modules))
+
+
+def _has_rate(owner: Any) -> bool:
+    """Return whether an attribute such as `attention_dropout` is above 0, or a Dropout's `p`."""
+    is_random = _RANDOM_NAMES.search(type(owner).__name__.lower())
+    return any(
+        isinstance(value, int | float) and value > 0
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if (_RANDOM_NAMES.search(name) and not name.startswith("summary_"))
+        or (is_random and name in ("p", "prob"))
+    )
+
+
+def _calls_draw(module: nn.Module) -> bool:
+    """Return whether forward names a random function that is no attribute of the module."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None or type(module).__module__.startswith("torch.nn."):
+        return isinstance(module, nn.RReLU)
+    names = (name.rstrip("_") for name in code.co_names if not hasattr(module, name))
+    return any(map(_RANDOM_FUNCTIONS.fullmatch, names))
 
 
 @contextmanager
@@ -175,6 +249,9 @@ class _TorchDraws(TorchFunctionMode):
             self.has_drawn = True
         return function(*args, **kwargs)
 
+
+# Attributes and classes: rates of dropout, layerdrop, stochastic depth, a router's noise.
+_RANDOM_NAMES = re.compile(r"drop|stochastic|noise|jitter")
 
 # Their names in torch, without underscores at the end.
 _RANDOM_FUNCTIONS = re.compile(

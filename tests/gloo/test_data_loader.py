@@ -97,14 +97,19 @@ def test_draws_follow_from_the_position_and_restore_the_generators() -> None:
     assert drawn(((0, 4),), [2, 2], seed=1) != first
 
 
-def test_dataset_that_draws_is_not_prefetched() -> None:
+def test_dataset_that_draws_is_not_prefetched(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     sizes, ranges = [2, 2], ((0, 4),)
     plain = SampleLoader(numbers(9), SampleOrder(9))
     plain.load_microbatches(ranges, sizes)
     assert plain.prefetch_microbatches(ranges, sizes) is not None
+    assert not caplog.text
     drawing = SampleLoader(numbers(9), SampleOrder(9), noisy_collate)
+    assert drawing.prefetch_microbatches(ranges, sizes) is None
     drawing.load_microbatches(ranges, sizes)
     assert drawing.prefetch_microbatches(ranges, sizes) is None
+    assert caplog.text.count("a prefetched batch is read again") == 1
+    assert caplog.text.count("not prefetched; to prefetch, draw from a generator") == 1
 
 
 @pytest.mark.parametrize(
@@ -167,6 +172,30 @@ def test_fingerprint_differs_with_any_value() -> None:
     ):
         with pytest.raises(DataError, match="positions 0 to 1, 7 to 8 differ"):
             check_fingerprint(fingerprint_of([microbatch(**changed)]), before, ((0, 2), (7, 9)))
+
+
+def test_fingerprint_of_large_images_finds_another_draw_in_a_sample_of_their_elements() -> None:
+    images = torch.randn(16, 3, 96, 96)
+    before = fingerprint_of([microbatch(pixels=images)])
+    moved = torch.cat([images[:8], images[8:].roll(1, -1)])
+    for changed in (moved, images.flip(-1), images + 0.1 * torch.randn_like(images)):
+        with pytest.raises(DataError, match="differ"):
+            check_fingerprint(fingerprint_of([microbatch(pixels=changed)]), before, ((0, 16),))
+    num_read = 0
+
+    class Counted(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal num_read
+            found = super().__torch_function__(function, types, args, kwargs or {})
+            if function in (Tensor.sum, Tensor.abs):
+                num_read += args[0].numel()
+            return found
+
+    fingerprint_of([microbatch(pixels=images.as_subclass(Counted))])
+    assert num_read < images.numel() // 10
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def split(*args: Any, is_later: bool = False, options: Any = None, **kwargs: Any
     given_first = inputs(args, {} if is_later else kwargs)
     header = splitter(is_first=True).make_header(given_first)
     own = inputs((), kwargs) if is_later else given_first
-    return splitter(is_first=not is_later).batch(own, header, step=0, num_samples=0)
+    return splitter(is_first=not is_later).batch(own, header, step=0)
 
 
 def shapes(values: Any) -> list[tuple[int, ...]]:

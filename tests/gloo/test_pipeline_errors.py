@@ -96,6 +96,28 @@ def other_keyword(ctx: DistContext) -> None:
     step(pipeline_of(ctx), INPUTS, TARGET, **keywords)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack_of(3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x if mask is None else x * mask)
+        return x
+
+
+def mask_on_first_stage(ctx: DistContext, *, by_name: bool) -> None:
+    pipeline = Pipeline.from_layers(Masked(), layers="layers", **options())
+    inputs, target, mask = INPUTS[:6], TARGET[:6], torch.ones(6, 1)
+    step(pipeline, inputs, target)
+    step(pipeline, inputs, target, mask=mask)
+    if by_name and ctx.rank == 0:
+        step(pipeline, inputs, target, mask=mask)
+    else:
+        step(pipeline, (inputs, mask), target)
+
+
 def ragged_inputs(ctx: DistContext) -> None:
     step(pipeline_of(ctx), (INPUTS, INPUTS[:5]), TARGET)
 
@@ -169,9 +191,19 @@ CASES: dict[str, tuple[Callable[[DistContext], None], int | None, str]] = {
     "more stages than layers": (too_many_stages, None, "3 stages for 2 layers"),
     "unknown list of layers": (unknown_layers, None, "'model.block' does not exist.*blocks (4)"),
     "small batch": (small_batch, 0, "a batch of 3 for 4 micro-batches.*n_microbatches.*3"),
-    "much metadata": (much_metadata, 0, "a batch header of 4219 bytes.*at most 4092 bytes"),
+    "much metadata": (much_metadata, 0, "a batch header of 4220 bytes.*at most 4092 bytes"),
     "other target": (other_target, 2, "targets have 6 samples.*8"),
     "other keyword": (other_keyword, 1, "keyword arguments have 7 samples.*8"),
+    "mask by name": (
+        partial(mask_on_first_stage, by_name=True),
+        None,
+        "was not given mask.*pass mask by name in every process",
+    ),
+    "mask by place": (
+        partial(mask_on_first_stage, by_name=False),
+        None,
+        "was not given mask.*pass mask by name in every process",
+    ),
     "ragged inputs": (ragged_inputs, 0, "inputs have shapes (8, 8) and (5, 8)"),
     "no inputs": (no_inputs, 0, "the first stage.*without a tensor"),
     "a dict": (

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.pipeline.partition import split_layers
+from polyrhythm.run.pipeline.stage_modules import later_stage_keywords
 from tests.gloo.chained_stages import Chained, compare, run_in_process
 from tests.gloo.language_models import GPT2, LLAMA
 
@@ -238,6 +239,34 @@ def test_plain_model_splits_or_is_refused(tmp_path: Path) -> None:
         wrong = {**PLAIN, "prologue": ["position"], "epilogue": ["body.norm", "body.embed"]}
         with pytest.raises(PlanError, match=r"body\.embed is used before the layers"):
             compare(Plain(), partial(split_layers, **wrong), tokens, num_stages=2)
+
+    run_in_process(work, tmp_path)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_wrapper_of_any_arguments_splits(tmp_path: Path, depth: int) -> None:
+    path = "model." * depth
+    names = {key: [path + name for name in PLAIN[key]] for key in ("prologue", "every", "epilogue")}
+    split = partial(split_layers, layers=path + PLAIN["layers"], **names)
+
+    def work() -> None:
+        model: nn.Module = Plain()
+        for _ in range(depth):
+            model = Wrapper(model)
+        tokens = torch.randint(0, 20, (3, 6))
+        compare(model, split, tokens, num_stages=2)
+        chained = compare(model, split, num_stages=2, tokens=tokens)
+        later = chained.parts[1].module
+        assert later_stage_keywords(later, (tokens,), {}).keys() == {"tokens"}
 
     run_in_process(work, tmp_path)
 

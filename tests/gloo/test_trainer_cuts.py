@@ -81,6 +81,32 @@ class CheckpointedModel(MaskedModel):
     checkpoints = True
 
 
+class CheckpointedGPT2(nn.Module):
+    """A model of Hugging Face that checkpoints its layers by itself."""
+
+    split = LayerSplit(
+        layers="gpt2.transformer.h",
+        prologue=[f"gpt2.transformer.{name}" for name in ("wte", "wpe", "drop")],
+        epilogue=["gpt2.transformer.ln_f", "gpt2.lm_head"],
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers  # seconds
+
+        sizes = {"vocab_size": WORDS, "n_positions": 8, "n_embd": 8, "n_layer": 4, "n_head": 2}
+        config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+        self.gpt2 = transformers.GPT2LMHeadModel(config)
+        self.gpt2.gradient_checkpointing_enable()
+
+    @property
+    def layers(self) -> Any:
+        return self.gpt2.transformer.h
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt2(tokens, attention_mask=(tokens > 0).long(), use_cache=False).logits
+
+
 class Sentences:
     """Sentences of various lengths."""
 
@@ -182,7 +208,7 @@ def job(
             partial(torch.optim.SGD, lr=0.1),
             Sentences(),
             plan=plan,
-            split=SPLIT,
+            split=getattr(kind, "split", SPLIT),
             batch_size=BATCH,
             microbatch_size=MICROBATCH,
             data=DataConfig(seed=SEED, collate_fn=collate),
@@ -206,6 +232,7 @@ CASES = {
     "by place": (MaskedModel, by_place),
     "tokens only": (MaskedModel, tokens_only),
     "activation checkpointing": (CheckpointedModel, by_name),
+    "checkpointing of Hugging Face": (CheckpointedGPT2, tokens_only),
 }
 
 

@@ -96,9 +96,6 @@ class IndexedReader:
                     ) from error
                 yield item
 
-    def seek(self, ranges: Ranges) -> None:
-        """Do nothing: any sample can be read at once."""
-
     def state_at(self, position: int) -> None:
         return None
 

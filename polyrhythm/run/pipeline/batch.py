@@ -60,6 +60,7 @@ class BatchHeader(msgspec.Struct, frozen=True, array_like=True):
     # Whether the first input has two dimensions of the length of the batch (samples, positions):
     # the length of a dimension then does not show what it counts.
     is_ambiguous: bool = False
+    keywords: tuple[str, ...] = ()  # that every stage must be given
 
     @property
     def kinds(self) -> list[MicrobatchKind]:
@@ -239,9 +240,9 @@ class BatchSplitter:
         return BatchHeader(training, runs, step_inputs.metadata, is_ambiguous)
 
     def batch(
-        self, step_inputs: StepInputs, header: BatchHeader, *, step: int, num_samples: int
+        self, step_inputs: StepInputs, header: BatchHeader, *, step: int, pipeline: int = 0
     ) -> Batch:
-        """Split this stage's arguments as the header prescribes; `num_samples` came before."""
+        """Split this stage's arguments as the header prescribes."""
         if header.training != step_inputs.training:
             calls = {True: "step", False: "eval"}
             here, there = calls[step_inputs.training], calls[header.training]
@@ -257,7 +258,9 @@ class BatchSplitter:
             microbatches = self._split(step_inputs, header)
         assert not callable(microbatches), "called when the header came"
         assert [m.size for m in microbatches] == sizes, "the caller follows the header"
-        ranges: Ranges = ((num_samples, num_samples + sum(sizes)),)
+        # Unless the Trainer knows the samples, each step of each pipeline has positions of its own.
+        start = pipeline << 64 | step << 32
+        ranges: Ranges = ((start, start + sum(sizes)),)
         if isinstance(metadata, BatchSlice):
             ranges = metadata.ranges
         leaves = pytree.tree_leaves([(m.args, m.kwargs, m.target) for m in microbatches])

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -61,9 +62,13 @@ from polyrhythm.run.pipeline.runners import (
     check_untied,
     warn_of_copies,
 )
-from polyrhythm.run.pipeline.stage_modules import call_after_earlier_layers
+from polyrhythm.run.pipeline.stage_modules import (
+    call_after_earlier_layers,
+    check_keywords,
+    keywords_for_all,
+)
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
-from polyrhythm.run.random_streams import RandomStreams
+from polyrhythm.run.random_streams import RandomStreams, may_draw
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
@@ -132,8 +137,8 @@ class Pipeline:
         it counts as lost. `window`: number of receives posted ahead per direction, instead of the
         schedule's number. `pipeline` numbers the replicas of a job in messages and logs; `log` is
         an event log, or the folder of a run in which to write one. With a `seed`, dropout masks do
-        not depend on the number of stages (`random_streams.py`); by default they are drawn as
-        always in torch.
+        not depend on the number of stages (`random_streams.py`), but on `pipeline` and `num_steps`,
+        which a script that resumes sets; by default they are drawn as always in torch.
         """
         options = PipelineOptions(
             n_microbatches=n_microbatches,
@@ -171,7 +176,7 @@ class Pipeline:
         self.loss_counts: list[Count] = []  # labels or samples of each loss of the latest batch
         self._failure: str | None = None  # why a step or eval has failed
         self._last_header: BatchHeader | None = None  # of the latest batch
-        self._num_samples = 0  # trained on so far
+        self._number = pipeline
         self._connections = self._connect(partition.wiring, options, pipeline, seed)
         self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
@@ -233,7 +238,9 @@ class Pipeline:
         if self.log is not None and self._connections is not None:
             executor.clock_offsets = measure_offsets(self._connections)
         if seed is not None:
-            executor.streams = RandomStreams(seed, partition.layers, self.device)
+            executor.streams = RandomStreams(
+                seed, partition.layers, self.device, has_hooks=may_draw(self.module)
+            )
             call_after_earlier_layers(self.module, executor.streams.after_layer)
         return executor
 
@@ -433,7 +440,6 @@ class Pipeline:
             values = {} if loss is None else {"loss": loss}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
         self.num_steps += 1
-        self._num_samples += sum(batch.header.sizes)
         return self._results(batch, losses)
 
     def eval(
@@ -635,6 +641,8 @@ class Pipeline:
     def _release(self) -> None:
         self._is_closed = True
         self._runner.release()
+        if self._executor.streams is not None:
+            self._executor.streams.close()
         if self._own_log is not None:
             self._own_log.close()
 
@@ -644,16 +652,18 @@ class Pipeline:
         self._splitter.microbatch_size = (
             self._runner.microbatch_size or self._splitter.microbatch_size
         )
-        header = self._splitter.make_header(step_inputs) if self.is_first else None
+        header: BatchHeader | None = None
+        if self.is_first:
+            keywords = keywords_for_all(self.module, step_inputs.args, step_inputs.kwargs)
+            header = structs.replace(self._splitter.make_header(step_inputs), keywords=keywords)
         if self._connections is not None:
             header = self._connections.relay_header(header)
         assert header is not None, "the first stage makes the header, the others receive it"
         self._last_header = header
+        if not self.is_first and step_inputs.microbatches is None:
+            check_keywords(self.module, header.keywords, step_inputs.kwargs, self.stage)
         batch = self._splitter.batch(
-            step_inputs.with_target(header),
-            header,
-            step=self.num_steps,
-            num_samples=self._num_samples,
+            step_inputs.with_target(header), header, step=self.num_steps, pipeline=self._number
         )
         batch.first = self._runner.post_receives(header)
         return batch

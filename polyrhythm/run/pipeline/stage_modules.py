@@ -102,6 +102,7 @@ class StageForward:
 
     own_layers: range  # the layers of this stage
     is_last: bool
+    parameters: Mapping[str, inspect.Parameter]  # of the model's forward
     hidden: Tensor | None = None  # received; None on the first stage and between forwards
     has_graph: bool = False  # autograd records this forward
     num_called: int = 0  # layers called so far
@@ -238,7 +239,7 @@ class _StageModel(_StageRole):
     """The whole model, with its own forward, around the layers of one stage."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stage_forward, parameters = self._stage_forward, inspect.signature(self.forward).parameters
+        stage_forward, parameters = self._stage_forward, self._stage_forward.parameters
         if kwargs.get("use_cache"):
             raise PlanError(
                 "use_cache=True",
@@ -254,7 +255,8 @@ class _StageModel(_StageRole):
         stage_forward.hidden, stage_forward.has_graph = hidden, torch.is_grad_enabled()
         try:
             # Only shape and dtype matter: the hidden state replaces them at the first own layer.
-            if next(iter(parameters), "") in kwargs or "inputs_embeds" in kwargs:
+            first = _first_input(parameters)
+            if first in kwargs or "inputs_embeds" in kwargs or (kwargs and not first):
                 pass
             elif "inputs_embeds" in parameters:
                 kwargs["inputs_embeds"] = _nan_like(hidden)
@@ -273,6 +275,60 @@ def call_after_earlier_layers(module: nn.Module, function: Callable[[int], None]
         module._stage_forward.after_layer = function
 
 
+def keywords_for_all(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the names of the first stage's arguments that each stage of this model must be given.
+
+    Not the first input: later stages have the hidden state instead.
+    """
+    if not isinstance(module, _StageModel):
+        return ()
+    parameters = module._stage_forward.parameters
+    given = dict(zip(_positional(parameters), args, strict=False)) | dict(kwargs)
+    others = (_first_input(parameters), "inputs_embeds", "use_cache")
+    return tuple(name for name, value in given.items() if value is not None and name not in others)
+
+
+def check_keywords(
+    module: nn.Module, expected: Sequence[str], kwargs: Mapping[str, Any], stage: int
+) -> None:
+    """Refuse to run the model's forward without keywords that the first stage was given."""
+    missing = [name for name in expected if name not in kwargs]
+    if missing and isinstance(module, _StageModel):
+        text = ", ".join(missing)
+        raise PlanError(
+            f"stage {stage} was not given {text}, which the first stage was given",
+            expected="the same inputs on every stage, but for the first one: each stage runs the "
+            "model's forward",
+            fix=f"pass {text} by name in every process, as in step({missing[0]}=...)",
+        )
+
+
+def _positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in parameters.items() if parameter.kind in kinds]
+
+
+def _first_input(parameters: Mapping[str, inspect.Parameter]) -> str:
+    return next(iter(_positional(parameters)), "")
+
+
+def _named_parameters(model: nn.Module, layers: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of forward; if they are *args, **kwargs, of the model that is wrapped.
+
+    That is the next module on the path to the list of layers.
+    """
+    module, parameters = model, inspect.signature(model.forward).parameters
+    for name in layers.split(".")[:-1]:
+        kinds = [parameter.kind for parameter in parameters.values()]
+        if kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
+            break
+        module = module.get_submodule(name)
+        parameters = inspect.signature(module.forward).parameters
+    return parameters
+
+
 def later_stage_keywords(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -284,9 +340,7 @@ def later_stage_keywords(
     """
     if not isinstance(module, _StageModel):
         return {}
-    parameters = inspect.signature(module.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in positional]
+    names = _positional(module._stage_forward.parameters)
     if len(args) > max(1, len(names)):
         raise PlanError(
             f"{len(args)} inputs for {type(module).__name__}, whose forward names {len(names)}",
@@ -352,7 +406,8 @@ class StageSpec:
 
 def extract_stage(model: nn.Module, spec: StageSpec, *, is_last: bool) -> nn.Module:
     """Return the model without the modules of other stages; it shares its own with `model`."""
-    stage_forward = StageForward(spec.own_layers, is_last)
+    parameters = _named_parameters(model, spec.layers)
+    stage_forward = StageForward(spec.own_layers, is_last, parameters)
     return _assign_role(
         _strip_module(model, "", spec, stage_forward), _StageModel, stage_forward, "the model"
     )
