@@ -309,9 +309,11 @@ class FitLoop:
                 self._save_last(strategy)
             self._close_strategy(strategy)
         except BaseException:
-            if phase is not None:
-                phase.stop_after_last_step()
-            strategy.abort()
+            try:
+                if phase is not None:
+                    phase.stop_after_last_step()
+            finally:
+                strategy.abort()
             raise
         if not phase.in_lockstep and decision.sync_mode is not None:
             _broadcast_optimizer_state(progress.optimizer, self.context)
@@ -581,9 +583,11 @@ class Phase:
             progress.problem = "the replicas differ, and no longer average"
         else:
             assert isinstance(self.sampler, LockstepSampler), "in lockstep"
+            progress.problem = "the state of the learning rate scheduler or of the data is unknown"
             progress.lr_state = self.lr_state()
             progress.sampler_state = self.sampler.sampler_state(progress.step)
             progress.optimizer.zero_grad()
+            progress.problem = ""
 
     def _save_if_due(self, before: int, step: int) -> None:
         """Save if `checkpoint.every` steps are done; the last one led from `before` to `step`."""

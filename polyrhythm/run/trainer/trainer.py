@@ -86,9 +86,6 @@ class Trainer:
 
     step = RenamedAttribute("global_step")
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
-    _failure: str | None = None  # of the last fit
-    _num_saves = 0  # after a failure
-    _num_evaluations = 0
 
     @renamed_arguments(
         run="run_dir=",
@@ -155,7 +152,10 @@ class Trainer:
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
-        self._num_fits, self._is_fitting, self._has_started = 0, False, False
+        self._is_fitting = self._has_started = False
+        self._num_fits = self._num_begins = self._num_evaluations = 0
+        self._num_saves = 0  # after a failure
+        self._failure: str | None = None  # of the last fit
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
@@ -179,11 +179,8 @@ class Trainer:
         part = config.split.extract_stage(whole, self.worker.stage, self.plan.layers_per_stage)
         self.pipeline = self._build_pipeline(part, device, group)
         self._samples = self._make_loader(dataset, order)
-        self._checkpointer: TrainerCheckpointer | None = None
-        if config.run_dir is not None:
-            self._checkpointer = TrainerCheckpointer.of(
-                config, part, self.worker, group, self.plan, store, self._log
-            )
+        self._checkpointer = self._make_checkpointer(part, group, store)
+        if self._checkpointer is not None:
             self._checkpointer.run_info |= hugging_face_configs(whole)
         self._preemption = PreemptionHandler(
             membership.job_store("preemption"),
@@ -238,6 +235,7 @@ class Trainer:
         settings = {"max_steps": max_steps, "overwrite": overwrite}
         fix = "call fit with the same arguments in all processes"
         store.check_consistent(f"fit {self._num_fits}", settings, members, fix=fix)
+        store.delete(f"fit {self._num_fits - 1}", members)  # all have read it, or would not be here
         if not isinstance(max_steps, int) or max_steps < 0:
             raise LaunchError(
                 f"fit(max_steps={max_steps!r})",
@@ -376,12 +374,22 @@ class Trainer:
             pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         return pipeline
 
+    def _make_checkpointer(
+        self, part: ModelPartition, group: dist.ProcessGroup | None, store: JobStore
+    ) -> TrainerCheckpointer | None:
+        config, worker = self._config, self.worker
+        if config.run_dir is None:
+            return None
+        return TrainerCheckpointer.of(config, part, worker, group, self.plan, store, self._log)
+
     def _begin_run(self, what: str, *, overwrite: bool = False) -> None:
         """Before the first step or save: refuse checkpoints that were not restored."""
         if self._checkpointer is not None and not self._has_started:
             begin = partial(self._checkpointer.begin_run, what, overwrite=overwrite)
             store, members = self._context.store, self._context.members
-            store.run_on_leader(f"the checkpoints before {what} {self._num_fits}", begin, members)
+            self._num_begins += 1  # a refused one may have been caught
+            name = f"the checkpoints before {what}, attempt {self._num_begins}"
+            store.run_on_leader(name, begin, members)
         self._has_started = True
 
     def _continue_batches(self, saved: DataSettings | None, restarts_data: bool) -> None:
