@@ -58,7 +58,7 @@ from polyrhythm.run.trainer.fit_loop import (
     TrainProgress,
 )
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
+from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job, machine_name
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sampler import DataSettings
 from polyrhythm.run.trainer.sync_strategy import NoSync
@@ -140,7 +140,7 @@ class Trainer:
         model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
         is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
         a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
-        overlapping groups while much faster.
+        overlapping groups if that is predicted to save a quarter of each step.
 
         `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` are
         called after every step of this worker. `timeout` bounds every wait for another process;
@@ -201,6 +201,7 @@ class Trainer:
             log=self._log,
             checkpointer=self._checkpointer,
             preemption=self._preemption,
+            machines=self._gather_machines(store),
         )
         self._progress = TrainProgress(optimizer=self._context.new_optimizer())
         self._is_open = True
@@ -428,6 +429,18 @@ class Trainer:
             check_sync(self._config.sync, num_stages=num_stages, num_pipelines=num_pipelines)
             if self._config.sync.has_coordinator:
                 check_worker_keys(store, self._membership.members)
+
+    def _gather_machines(self, store: JobStore) -> list[str]:
+        """Return the machines by rank, for sync="auto"; warn if it can only stay in lockstep."""
+        if self._config.sync.mode != AUTO or self.plan.num_pipelines == 1:
+            return []
+        members = self._membership.members
+        machines: list[str] = store.all_gather_object("machines", machine_name(), members)
+        if len(set(machines)) == 1 and self.worker == LEADER:
+            _logger.warning(
+                'sync="auto" stays in lockstep: all processes are on one machine, %s', machines[0]
+            )
+        return machines
 
     def _check_between_fits(self, what: str) -> None:
         """Weights, sampler state and learning rates are consistent only between two fits."""
