@@ -1,5 +1,9 @@
 """Errors that state what was wrong, what was expected and how to fix it."""
 
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
@@ -57,6 +61,26 @@ class PeerError(RuntimeError):
     def __reduce__(self) -> tuple[object, ...]:
         rebuild = partial(PeerError, action=self.action, waited=self.waited, cause=self.cause)
         return rebuild, (self.peer,)
+
+
+@contextmanager
+def peer_errors(peer: object, action: str) -> Iterator[None]:
+    """Turn a lost connection or a timeout of torch.distributed into a PeerError."""
+    start = time.monotonic()
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:  # gloo raises plain RuntimeErrors; torch's DistError is one
+        waited = time.monotonic() - start
+        raise PeerError(str(peer), action=action, waited=waited, cause=short_cause(error)) from None
+
+
+def short_cause(error: RuntimeError) -> str:
+    """Shorten an error of torch.distributed to one line."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = line.split(" This is typically")[0]  # gloo continues with a guess
+    return re.sub(r"^\[\S+:\d+\] ", "", line)  # without the line of gloo's source
 
 
 class WorkerError(RuntimeError):

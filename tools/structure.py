@@ -19,8 +19,13 @@ PACKAGE = "polyrhythm"
 EVIDENCE = ("benchmarks", "reproduction")
 CODE = (PACKAGE, *EVIDENCE, "tests", "examples", "tools")
 
-MAX_PACKAGE_LINES = 44_800
-MAX_TOTAL_LINES = 59_000
+# Lines of the package, and with benchmarks and reproduction: what the tree had when it was
+# restructured, and what each feature since then may add. A feature that needs more says so here.
+_RESTRUCTURED = (44_800, 59_000)
+_FEATURES = {"the same result for any partition, sync mode and restart": (3_200, 5_800)}
+MAX_PACKAGE_LINES, MAX_TOTAL_LINES = (
+    sum(lines) for lines in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)
+)
 MAX_RUN_FILES = 80
 SMALL_MODULE_LINES = 60
 MAX_SMALL_MODULES = 10

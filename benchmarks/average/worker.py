@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from benchmarks.harness.pool import PoolWorker
 from benchmarks.harness.timing import max_over_workers, time_together
+from polyrhythm.errors import peer_errors
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections, all_reduce_mean
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import all_reduce, new_gloo_group
 from polyrhythm.types import Bytes, Seconds, Worker
 

@@ -49,7 +49,7 @@ from polyrhythm.describe.slowness import Slowness, load_traces
 from polyrhythm.describe.trace import Trace
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.demo.gpt import next_byte_loss
+from polyrhythm.run.demo.train import next_byte_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.types import Seconds
 

@@ -17,8 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
-from polyrhythm.run.demo.gpt import ByteText, build_layers, next_byte_loss, standard_library
 from polyrhythm.run.demo.job import GPTShape
+from polyrhythm.run.demo.train import ByteText, build_layers, next_byte_loss, standard_library
 
 Batch = tuple[Tensor, Tensor]
 _BATCH_SIZE = 32

@@ -30,8 +30,8 @@ from benchmarks.plan.lab import XL_GRADIENT, XL_LAYERS
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.reader import make_order
-from polyrhythm.run.demo.gpt import ByteText, Embedding, Head, next_byte_loss, standard_library
 from polyrhythm.run.demo.job import GPTShape
+from polyrhythm.run.demo.train import ByteText, Embedding, Head, next_byte_loss, standard_library
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.sampler import GlobalBatch, microbatch_ranges

@@ -8,7 +8,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import peer_errors
 from polyrhythm.types import Seconds
 
 MAX_STOLEN = 0.04  # of all cores' time: beyond it, a step that sleeps takes visibly longer

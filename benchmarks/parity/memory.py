@@ -10,6 +10,9 @@ coordinator's memory is measured. Growth is that of RssAnon, after a garbage col
 malloc_trim, from a fifth of the steps to the end, but not before step 2000: until then pools of the
 allocators fill. It is the median slope between the points of measurement (Theil-Sen), so that one
 late allocation is not taken for a trend.
+
+`python -m benchmarks.parity.memory` takes up to ten minutes for each kind of job, so that 100,000
+steps are made where a step takes less than 6 ms.
 """
 
 import ctypes
@@ -72,13 +75,18 @@ class Growth:
         counted = [point for point in self.points if point[0] >= start]
         slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(counted, 2)]
         seconds, last = time.perf_counter() - self.start, self.points[-1][0]
-        detail = f"{last:,} steps in {seconds:.0f} s, of which the last {last - start:,} count"
+        (first, at_first), (_, at_last) = counted[0], counted[-1]
+        overall = (at_last - at_first) / (last - first)
+        detail = (
+            f"{last:,} steps in {seconds:.0f} s, of which the last {last - first:,} count; "
+            f"{overall:.1f} from the first of them to the last"
+        )
         path.write_bytes(msgspec.json.encode((median(slopes), detail)))
 
 
-def measure(*, quick: bool) -> list[Fact]:
-    """Return the growth in bytes per step of each process."""
-    seconds, facts = (0.5 if quick else 20.0), []
+def measure(*, quick: bool, seconds: Seconds = 20.0) -> list[Fact]:
+    """Return the growth in bytes per step of each process; `seconds` for each kind of job."""
+    seconds, facts = (0.5 if quick else seconds), []
     with tempfile.TemporaryDirectory() as folder:
         for sync in ("decoupled",) if quick else ("decoupled", "age"):
             facts += _run_trainers(sync, seconds, Path(folder) / sync, quick=quick)
@@ -233,3 +241,8 @@ def _anonymous_bytes() -> Bytes:
     found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{os.getpid()}/status").read_text())
     assert found is not None, "Linux reports it since 4.5"
     return 1024 * int(found[1])
+
+
+if __name__ == "__main__":
+    for fact in measure(quick=False, seconds=600.0):
+        print(fact.case, f"{fact.value:.1f}", fact.detail, sep="; ", flush=True)

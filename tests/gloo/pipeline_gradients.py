@@ -11,8 +11,8 @@ from torch.utils.data import default_collate
 from polyrhythm.plan.plan import Plan, even_plan
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.demo.gpt import ByteText, build_layers, next_byte_loss
 from polyrhythm.run.demo.job import GPTShape
+from polyrhythm.run.demo.train import ByteText, build_layers, next_byte_loss
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Worker

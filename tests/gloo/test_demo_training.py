@@ -16,8 +16,8 @@ from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo import train as training
-from polyrhythm.run.demo.gpt import ByteText, build_layers, next_byte_loss
 from polyrhythm.run.demo.job import DemoConfig, DemoJob
+from polyrhythm.run.demo.train import ByteText, build_layers, next_byte_loss
 from polyrhythm.sinks.jsonl import merge
 from tests.grids import long_except
 

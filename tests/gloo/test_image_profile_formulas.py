@@ -7,8 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.describe.profiles import layers_of
-from polyrhythm.run.profile.profile import measure_layers
-from polyrhythm.run.profile.profiled_model import ProfiledModel
+from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
 from tests.gloo import image_models
 
 SAMPLES = 2

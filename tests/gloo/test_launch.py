@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyrhythm.errors import LaunchError, PeerError, WorkerError
+from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
 from polyrhythm.processes import BAD_INPUT, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.types import Worker
 from tests.gloo.coordinators import eventually
 from tests.grids import long_except

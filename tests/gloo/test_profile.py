@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.run.profile.profile import measure_layers
-from polyrhythm.run.profile.profiled_model import ProfiledModel
+from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
 from tests.gloo.commands import run_forked
 
 pytestmark = pytest.mark.timeout(100)

@@ -13,8 +13,7 @@ from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.describe.profiles import layers_of
 from polyrhythm.describe.transformer_work import TransformerShape, bert_of
 from polyrhythm.errors import DescriptionError
-from polyrhythm.run.profile.profile import measure_layers
-from polyrhythm.run.profile.profiled_model import ProfiledModel
+from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
 from tests.gloo import builtin_models
 
 SAMPLES, TOKENS = 2, 32

@@ -45,8 +45,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from polyrhythm.cost.sync import SMALL
-from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import PeerError, PolicyError, peer_errors
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, DirectExchange
 from polyrhythm.run.comm.store import JobStore, Members, StoreBackend

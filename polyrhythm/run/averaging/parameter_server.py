@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.errors import PeerError, PolicyError, peer_errors
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.averaging.rendezvous import Rendezvous, server_worker
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker

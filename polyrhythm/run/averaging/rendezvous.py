@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError
+from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError, peer_errors
 from polyrhythm.run.averaging.buffers import FlatBuffer
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.comm.launch import worker_keys
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import fingerprint
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, ClientKeys, ServerKeys

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from polyrhythm.cost.sync import BUCKET
-from polyrhythm.errors import PeerError
+from polyrhythm.errors import PeerError, peer_errors
 from polyrhythm.run.averaging.exchange import (
     MessageKind,
     Peer,
@@ -30,7 +30,6 @@ from polyrhythm.run.averaging.exchange import (
     shard_slices,
     tag,
 )
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.sync.repair import plan_transfers
 from polyrhythm.types import Seconds

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from polyrhythm.errors import LaunchError, PeerError, WorkerError
+from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
 from polyrhythm.processes import PEER_LOST, TERMINATED, Child, end_all, freeze_heap, wait_for_any
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import count_rounds
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, WorkerKeys
 from polyrhythm.types import Seconds

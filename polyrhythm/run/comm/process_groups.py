@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from polyrhythm.errors import LaunchError, PolicyError
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import LaunchError, PolicyError, peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.types import Seconds
 

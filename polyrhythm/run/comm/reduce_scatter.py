@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyrhythm.errors import PolicyError
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import PolicyError, peer_errors
 from polyrhythm.types import Seconds
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from msgspec.msgpack import Ext
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from polyrhythm.errors import LaunchError, PeerError, UserError
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import LaunchError, PeerError, UserError, peer_errors
 from polyrhythm.types import Seconds
 
 _logger = logging.getLogger(__name__)

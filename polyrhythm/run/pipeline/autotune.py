@@ -23,7 +23,7 @@ from torch import nn
 
 from polyrhythm.cost.memory import MemoryBudget, StageMemory
 from polyrhythm.cost.pipeline import LinkTimes, MessageTiming, PipelineTimes, busy_times
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import peer_errors
 from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.batch import BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.transport import Connections, Transfer

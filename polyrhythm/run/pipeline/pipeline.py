@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyrhythm.errors import ScheduleError
+from polyrhythm.errors import ScheduleError, peer_errors
 from polyrhythm.events import worker_log
 from polyrhythm.renamed import renamed_arguments
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, all_reduce
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import (

@@ -32,8 +32,7 @@ from torch.nn.parameter import Parameter
 from torch.nn.utils.stateless import _reparametrize_module
 
 from polyrhythm.cost.memory import peak_in_flight
-from polyrhythm.errors import ScheduleError
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import ScheduleError, peer_errors
 from polyrhythm.run.comm.process_groups import receive, send
 from polyrhythm.run.pipeline.autotune import ScheduleAutotuner
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader

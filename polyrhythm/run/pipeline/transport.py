@@ -36,8 +36,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyrhythm.errors import LaunchError, PeerError, PlanError, ScheduleError
-from polyrhythm.run.comm.peer_errors import peer_errors, short_cause
+from polyrhythm.errors import (
+    LaunchError,
+    PeerError,
+    PlanError,
+    ScheduleError,
+    peer_errors,
+    short_cause,
+)
 from polyrhythm.run.comm.process_groups import abort, all_gather, new_gloo_group
 from polyrhythm.run.pipeline.batch import END_OF_DATA, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.partition import Wiring

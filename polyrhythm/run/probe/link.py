@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.describe.sample import Sample
-from polyrhythm.errors import PeerError
-from polyrhythm.run.comm.peer_errors import peer_errors
+from polyrhythm.errors import PeerError, peer_errors
 from polyrhythm.run.comm.process_groups import abort
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 

@@ -39,8 +39,7 @@ from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
-from polyrhythm.run.profile.profile import measure_layers
-from polyrhythm.run.profile.profiled_model import ProfiledModel
+from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import JobProcesses
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan

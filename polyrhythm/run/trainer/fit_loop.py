@@ -27,10 +27,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from polyrhythm.errors import LaunchError
+from polyrhythm.errors import LaunchError, peer_errors
 from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
-from polyrhythm.run.comm.peer_errors import peer_errors
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
