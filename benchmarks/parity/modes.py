@@ -241,4 +241,5 @@ class _Training:
         """Compare the counts of steps, of the groups or of the parameters, with the real number."""
         states = [*self._optimizer.param_groups, *self._optimizer.state.values()]
         counts = [int(s[key]) for s in states for key in ("num_steps", "step") if key in s]
+        assert counts or self._case.optimizer == "SGD", "the other optimizers count their steps"
         self._errors["steps miscounted"] += sum(count != expected for count in counts)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.averaging.buffers import ReplicaState, merge_state
+from polyrhythm.run.averaging.buffers import GradientBuffer, ReplicaState, merge_state
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from tests.grids import num_examples
 
@@ -31,6 +31,9 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "ReducedVarianceAdamW": adam(ReducedVarianceAdamW, num_averaged=3.0),
     "RMSprop": lambda params, beta: torch.optim.RMSprop(
         params, lr=LR, alpha=beta, momentum=0.9, centered=False
+    ),
+    "centered RMSprop": lambda params, beta: torch.optim.RMSprop(
+        params, lr=LR, alpha=beta, momentum=0.9, centered=True
     ),
     "Adagrad": lambda params, beta: torch.optim.Adagrad(params, lr=LR),
     "Adadelta": lambda params, beta: torch.optim.Adadelta(params, lr=1.0, rho=beta),
@@ -129,9 +132,23 @@ def test_state_that_only_decays_equals_an_average_before_the_decay() -> None:
     decays = 0.35, 0.6
     state = [(p * decay, p, m) for p, m, decay in zip(published, mean, decays, strict=True)]
     first, second = merge_state([(-c, -p, -m) for c, p, m in state[:1]] + state[1:])
-    torch.testing.assert_close(second, (mean[1] * torch.tensor([0.6, 0.6, 1.0])).double())
+    torch.testing.assert_close(second, (mean[1] * torch.tensor([0.6, 0.6, 1.0])))
     # The published first moment is known to be in the current one with 0.35, not with 0.6.
-    torch.testing.assert_close(first, (-mean[0] * 0.35).double())
+    torch.testing.assert_close(first, -mean[0] * 0.35)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 1000.0, 65535.0, 131072.0])
+def test_gradients_are_divided_by_large_counts_of_labels(
+    dtype: torch.dtype, divisor: float
+) -> None:
+    model = nn.Linear(2, 1, dtype=dtype)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    gradients = GradientBuffer(model)
+    gradients.write(gradients.read(divisor), divides=True)
+    for p in model.parameters():
+        torch.testing.assert_close(p.grad, torch.full_like(p, 3.0 / divisor), rtol=0, atol=0)
 
 
 def test_state_of_integers_is_refused() -> None:

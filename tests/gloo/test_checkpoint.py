@@ -129,6 +129,19 @@ def test_tied_weights_are_saved_once_and_restored_on_both_stages(tmp_path: Path)
     assert not [name for names in files.values() for name in names if "head" in name]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_weights_in_float8_are_checked(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    module = nn.Linear(2, 1, bias=False)
+    module.weight = nn.Parameter(torch.full((1, 2), value).to(dtype))
+    optimizer = SGD(module.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(1, module, optimizer, blocking=True)
+    assert read_manifest(tmp_path / "step-00000001").is_finite is (value == 1.0)
+
+
 def test_save_keeps_newest_and_logs_an_event(tmp_path: Path) -> None:
     def work() -> list[str]:
         with (

@@ -292,6 +292,49 @@ def test_non_finite_weights_are_refused_and_do_not_spread(
     assert found == [("", True), (wrong, False), ("", True)]
 
 
+def test_non_finite_weights_end_static_everywhere_at_once(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        model, error = Point(), ""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        sync = GroupSync(model, optimizer, "static", timeout=TIMEOUT)
+        try:
+            for step in range(6):
+                if ctx.rank == 1 and step == 2:
+                    model.weight.data[2] = float("nan")
+                sync.step()
+        except (PeerError, PolicyError) as refused:
+            error = str(refused)
+        dist.barrier()  # the script goes on: no connection ends with its process
+        return error
+
+    for error in run_replicas(3, work, tmp_path):
+        assert "the weights of s0p1 are not finite" in error
+
+
+def test_non_finite_gradients_are_named_in_the_default_mode(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[bool, list[str]]:
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())
+        logging.getLogger("polyrhythm").addHandler(handler)
+        model = Point()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.2), model, timeout=TIMEOUT
+        )
+        for step in range(5):
+            loss = model(target_of(ctx.rank))
+            (loss * float("inf") if ctx.rank == 1 and step >= 2 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return bool(model.weight.isfinite().any()), records
+
+    found = run_replicas(2, work, tmp_path)
+    assert [is_finite for is_finite, _ in found] == [False, False]
+    warned = "step 2: the gradients of s0p1 are not finite, and with them the average of all"
+    assert found[1][1] == [warned]
+
+
 def test_non_finite_gradients_reach_all_replicas_with_a_warning(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[bool, list[str]]:
         records: list[str] = []

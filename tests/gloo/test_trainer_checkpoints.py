@@ -178,6 +178,8 @@ def test_other_data_is_refused_unless_it_restarts(tmp_path: Path) -> None:
             assert "restart_data=True" in error.value.fix
             assert all(map(torch.equal, before, made.model.parameters()))
             assert made.global_step == 0
+            with pytest.raises(CheckpointError, match="call restore"):  # it was refused
+                made.fit(max_steps=5)
             assert made.restore(restart_data=True) == 3
             assert [step.step for step in made.fit(max_steps=5).steps] == [3, 4]
             assert made._progress.sampler_state.num_used == 2 * BATCH
@@ -309,14 +311,19 @@ def test_folder_with_checkpoints_is_refused_without_restore(tmp_path: Path) -> N
             assert len(made.fit(max_steps=1, overwrite=True).steps) == 1
             made.save()
         with trainer(plan_of(2, 1), run_dir=folder) as made:
+            with pytest.raises(CheckpointError):
+                made.save()
             assert made.restore() == 1
+            if ctx is not None and ctx.rank == 0:
+                time.sleep(0.5)  # the other one must not take the refusal of before for the answer
+            made.save()
             assert len(made.fit(max_steps=2).steps) == 1
         return errors
 
     for errors in run_job(2, work, tmp_path):
         for what, error in zip(("fit()", "save()"), errors, strict=True):
             assert error.startswith(f"{what} in ")
-            assert "which holds 1 checkpoints, the last of step 2" in error
+            assert "which holds 1 checkpoint, the last of step 2" in error
             assert "call restore()" in error
             assert "overwrite=True" in error
     assert (tmp_path / "run" / "checkpoints.1" / "step-00000002").is_dir()

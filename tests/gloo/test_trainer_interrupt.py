@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.preemption import delay_interrupt
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, model, plan_of, run_job, samples, trainer
 
@@ -99,6 +100,32 @@ def test_interrupted_update_is_completed_first(tmp_path: Path) -> None:
         made.save()
         assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(whole[STEP + 1 :], abs=1e-6)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_is_not_lost_if_the_update_fails() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised, delay_interrupt():
+        interrupt()
+        fail()
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_failing_lr_state_is_reported_and_not_saved(tmp_path: Path) -> None:
+    class FailingLR(LambdaLR):
+        def state_dict(self) -> dict[str, Any]:
+            if self.last_epoch >= STEP:
+                raise ValueError("an odd state")
+            return super().state_dict()
+
+    def make(optimizer: Any) -> LambdaLR:
+        return FailingLR(optimizer, lambda step: 1.0)
+
+    options = {"loss_fn": FailingLoss(fail), "lr_scheduler_fn": make}
+    with trainer(plan_of(1, 1), run_dir=tmp_path / "run", **options) as made:
+        with pytest.raises(ValueError, match="odd state"):
+            made.fit(max_steps=NUM_STEPS)
+        with pytest.raises(LaunchError, match=r"learning rate scheduler .* unknown"):
+            made.save()
 
 
 def test_failed_update_is_not_saved_but_can_be_restored(tmp_path: Path) -> None:

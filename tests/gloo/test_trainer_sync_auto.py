@@ -91,6 +91,8 @@ def test_auto_stays_synchronous_on_one_machine(tmp_path: Path) -> None:
     _, (event,) = train(tmp_path, lambda rank: lambda: 0.001 * rank, num_machines=1, num_steps=65)
     assert event.name == "decoupled"
     assert "one machine" in event.why
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in range(3)]
+    assert ["stays in lockstep" in text for text in logs] == [True, False, False]
 
 
 @pytest.mark.long

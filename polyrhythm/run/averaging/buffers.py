@@ -20,6 +20,7 @@ from polyrhythm.run.coordinator.sessions import TensorShapes
 from polyrhythm.run.pipeline.loss import divide_by
 from polyrhythm.types import Worker
 
+_DIVISOR_UNIT = 256.0  # both parts of an integer up to 65535 are exact in bfloat16
 OptimizerStateMode = Literal["local", "average"]
 
 
@@ -176,27 +177,31 @@ class GradientBuffer:
     def read(self, divisor: float = 1.0) -> Tensor:
         """Return gradients, running statistics, per parameter a 1 if it has a gradient, `divisor`.
 
-        In half precision the divisor is as exact as the gradients are.
+        The divisor is two numbers: in half precision one would overflow, or be rounded.
         """
         parameters = trainable_parameters(self.module)
         flat = FlatBuffer([*self._gradients(parameters), *running_statistics(self.module)]).read()
-        rest = [*(float(p.grad is not None) for p in parameters), divisor]
+        rest = [*(float(p.grad is not None) for p in parameters), *divmod(divisor, _DIVISOR_UNIT)]
         return torch.cat([flat, torch.tensor(rest, dtype=flat.dtype, device="cpu")])
 
     @torch.no_grad()
     def write(self, flat: Tensor, *, divides: bool) -> None:
         """Write back the average of what `read` returned; divide gradients by the divisor."""
         parameters = trainable_parameters(self.module)
-        flat, divisor = flat[:-1], float(flat[-1].real)
+        divisor = _DIVISOR_UNIT * float(flat[-2].real) + float(flat[-1].real)
+        flat = flat[:-2]
         any_has_grad = flat[-len(parameters) :].real > 0
         for parameter, has in zip(parameters, any_has_grad.tolist(), strict=True):
             if has and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         flat = flat[: -len(parameters)]
-        if divides and abs(divisor - 1) > torch.finfo(flat.dtype).eps:
-            divide_by(divisor, [flat[: sum(_local(p).numel() for p in parameters)]])
-        gradients = self._gradients(parameters)  # a missing one is a zero that is thrown away
-        FlatBuffer([*gradients, *running_statistics(self.module)]).write(flat)
+        if divides:
+            gradients = flat[: sum(_local(p).numel() for p in parameters)]
+            wide = gradients.to(torch.promote_types(flat.dtype, torch.float32))
+            divide_by(divisor, [wide])  # half precision would round the factor, perhaps to 0
+            gradients.copy_(wide)
+        tensors = self._gradients(parameters)  # a missing one is a zero that is thrown away
+        FlatBuffer([*tensors, *running_statistics(self.module)]).write(flat)
 
     def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
@@ -271,29 +276,52 @@ def merge_state(state: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
     first moment stays in proportion to its second, and at most their projection on the published
     tensor: a difference that they have forgotten would otherwise add up from average to average.
     """
-    wide = [tuple(_to_real(tensor) for tensor in triple) for triple in state]
-    share = torch.ones(())
+    wide = [tuple(_to_real(tensor, triple[0]) for tensor in triple) for triple in state]
+    share = torch.ones((), device=state[0][0].device)
     is_signed = [any(bool((tensor < 0).any()) for tensor in triple) for triple in wide]
     for (current, published, _), signed in zip(wide, is_signed, strict=True):
         if not signed:
-            share = torch.minimum(share, torch.where(published > 0, current / published, 1.0))
+            share = torch.minimum(share, (current / published).nan_to_num_(1.0))  # 0 / 0: all
     merged = []
     for (current, published, mean), signed in zip(wide, is_signed, strict=True):
         kept = share
-        if signed and (square := published.square().sum()) > 0:
-            kept = share.clamp_max(((current * published).sum() / square).clamp(0.0, 1.0))
-        rest = current - kept * published
-        merged.append((rest if signed else rest.clamp_min(0.0)) + kept * mean)
+        if signed and (largest := published.abs().max()) > 0:
+            unit = published / largest  # its square neither overflows nor underflows
+            projection = (current / largest * unit).sum() / unit.square().sum()
+            kept = share.clamp_max(projection.nan_to_num(0.0).clamp(0.0, 1.0))
+        rest = torch.addcmul(current, kept, published, value=-1)
+        merged.append((rest if signed else rest.clamp_min_(0.0)).addcmul_(kept, mean))
+    merged = _keep_variances(wide, merged, is_signed)
     return [
         torch.view_as_complex(tensor) if current.is_complex() else tensor
         for tensor, (current, _, _) in zip(merged, state, strict=True)
     ]
 
 
-def _to_real(tensor: Tensor) -> Tensor:
-    """Return real numbers, wide enough for squares of moments; a complex one is two."""
-    wide = tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
-    return torch.view_as_real(wide) if wide.is_complex() else wide
+def _keep_variances(
+    state: Sequence[tuple[Tensor, ...]], merged: Sequence[Tensor], is_signed: Sequence[bool]
+) -> list[Tensor]:
+    """Keep current elements where a second moment would become less than a squared first one.
+
+    An optimizer may take the root of their difference, as RMSprop(centered=True). Shares that are
+    measured may be too large; where a difference was negative before, no optimizer needs it.
+    """
+    moments = list(zip(state, merged, is_signed, strict=True))
+    is_lost = torch.zeros((), dtype=torch.bool, device=merged[0].device)
+    for firsts, first, _ in (moment for moment in moments if moment[2]):
+        for seconds, second, _ in (moment for moment in moments if not moment[2]):
+            broken = first.square() > second
+            for before, square in zip(firsts, seconds, strict=True):
+                broken &= before.square() <= square
+            is_lost = is_lost | broken
+    return [torch.where(is_lost, current, new) for (current, *_), new, _ in moments]
+
+
+def _to_real(tensor: Tensor, current: Tensor) -> Tensor:
+    """Return real numbers of single precision or more, where `current` is; a complex one is two."""
+    wide = torch.promote_types(current.dtype, torch.float32)
+    real = tensor.detach().to(current.device, wide)
+    return torch.view_as_real(real) if real.is_complex() else real
 
 
 def _is_like(value: object, parameter: Tensor) -> bool:

@@ -422,14 +422,17 @@ class StaticAveraging:
         others = [peer for peer in members if peer != connections.me]
         weights, flat = [1 / len(members)] * len(members), self._model.flat()
         own = flat.read()
-        check_finite(own, connections.me.worker)
         try:
+            check_finite(own, connections.me.worker)
             has_failed = self._rendezvous.has_failed
             connections.connect(others, str(number), timeout=timeout, should_stop=has_failed)
             flat.write(
                 all_reduce_mean(connections, members, weights, own, number=number, timeout=timeout)
             )
             connections.flush(timeout)  # there is no acknowledgement
+        except PolicyError as error:
+            self._rendezvous.report_failure(error)  # the others would wait for this worker
+            raise
         except PeerError as error:
             # Only the dead worker's peers see its loss; others see that those peers have ended.
             first = self._rendezvous.report_failure(error)

@@ -196,11 +196,13 @@ def _is_finite(tensor: Tensor | None) -> bool:
     """Check a copy in CPU memory; in small parts, for which torch starts no further threads."""
     if (
         tensor is None
-        or tensor.dtype.itemsize < 2
+        or tensor.dtype == torch.float4_e2m1fn_x2
         or not (tensor.is_floating_point() or tensor.is_complex())
     ):
         return True  # another stage saves it, or its type has no such value
-    return all(bool(part.isfinite().all()) for part in tensor.flatten().split(_PART_SIZE))
+    is_float8 = tensor.dtype.itemsize == 1  # of which torch cannot tell
+    parts = tensor.flatten().split(_PART_SIZE)
+    return all(bool((p.float() if is_float8 else p).isfinite().all()) for p in parts)
 
 
 def _check_weights(

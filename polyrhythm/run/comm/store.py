@@ -306,19 +306,21 @@ class JobStore:
         reports progress.
         """
         key, is_done = self._key(name, self.rank, members), threading.Event()
-        num_left = [0]
+        num_left = 0
 
         def report_progress() -> None:
-            num_left[0] = MAX_TIMEOUTS * _HEARTBEATS_PER_TIMEOUT
+            nonlocal num_left
+            num_left = MAX_TIMEOUTS * _HEARTBEATS_PER_TIMEOUT
 
         report_progress()
         with peer_errors(_STORE, "sending a heartbeat"):
             self._backend.add(f"{key}/heartbeats", 1)  # now: others may have waited for long
 
         def send_heartbeats() -> None:
+            nonlocal num_left
             store: StoreBackend | None = None
-            while num_left[0] > 0:
-                num_left[0] -= 1
+            while num_left > 0:
+                num_left -= 1
                 if is_done.wait(self.timeout / _HEARTBEATS_PER_TIMEOUT):
                     return
                 try:

@@ -65,7 +65,7 @@ from polyrhythm.sync.fusion.tuner import (
     BucketTuner,
     Space,
 )
-from polyrhythm.types import AverageTimings, Seconds
+from polyrhythm.types import AverageTimings, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 
@@ -126,6 +126,7 @@ class DistributedOptimizer(Optimizer):
             timeout=timeout,
         )
         self._background: BackgroundGather | None = None
+        self._num_steps = 0
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
         check_consistent(self._replicas, optimizer, self._names, settings, _CONSTRUCTOR)
         self._replicas.broadcast_initial_state(
@@ -142,6 +143,7 @@ class DistributedOptimizer(Optimizer):
             self._tied,
             self._collectives,
             (lambda: None) if stage is None else stage.pop_divisor,
+            self._name_step,
         )
         self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
         self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
@@ -233,6 +235,7 @@ class DistributedOptimizer(Optimizer):
         self._gradient_sync.post_weight_receives()
         self._gradient_sync.finish()
         self._update()
+        self._num_steps += 1
         self._gradient_sync.mark_changed()
         self._gradient_sync.empty()
         self._gradient_sync.wait_for_parameters(self._unseen)
@@ -362,6 +365,12 @@ class DistributedOptimizer(Optimizer):
                 self._gradient_sync.add_gradient(index)
 
         return on_gradient
+
+    def _name_step(self) -> tuple[int, Worker]:
+        """Return the number of the current step and this worker, for a warning."""
+        if self._stage is None:
+            return self._num_steps, Worker(0, self._replicas.rank)
+        return self._stage.num_steps - 1, Worker(self._stage.stage, self._replicas.rank)
 
     def _update(self) -> None:
         """Step the wrapped optimizer once, as its counters expect, and gather the weights."""

@@ -110,14 +110,17 @@ class TrainerCheckpointer:
         """
         checkpoints = self.open()
         found, module = self._find_checkpoint(path), self.part.module
+        manifest = None
+        if found is not None:
+            check(read_manifest(found))
+            if checkpoints is not None:
+                manifest = checkpoints.restore(found, module, optimizer, verify=False)
+            else:
+                tied = self.part.tied
+                manifest = restore(found, module, optimizer, tied=tied, whole=False, verify=False)
         if path is None or path.parent.resolve() == self.folder.resolve():
-            self.is_continued = True
-        if found is None:
-            return None
-        check(read_manifest(found))
-        if checkpoints is not None:
-            return checkpoints.restore(found, module, optimizer, verify=False)
-        return restore(found, module, optimizer, tied=self.part.tied, whole=False, verify=False)
+            self.is_continued = True  # only now: after a refusal its checkpoints are not this run's
+        return manifest
 
     def begin_run(self, what: str, *, overwrite: bool) -> None:
         """On the leader, before training: refuse a folder of checkpoints that is not restored.
@@ -132,11 +135,11 @@ class TrainerCheckpointer:
             p for i in count(1) if not (p := self.folder.with_name(f"{CHECKPOINTS}.{i}")).exists()
         )
         if not overwrite:
+            num = "1 checkpoint" if len(steps) == 1 else f"{len(steps)} checkpoints"
             raise CheckpointError(
-                f"{what} in {self.folder.parent}, which holds {len(steps)} checkpoints, "
-                f"the last of step {max(steps)}",
-                expected="restore() before it, or a run folder without checkpoints: new "
-                "checkpoints would in time replace these",
+                f"{what} in {self.folder.parent}, which holds {num}, the last of step {max(steps)}",
+                expected="restore() before it, or a run folder without checkpoints: those that "
+                "this run may save would be mixed with these, and in time replace them",
                 fix="call restore() to continue that run, fit(..., overwrite=True) to start again "
                 f"(moves them to {moved.name}), or pass another run_dir",
             )

@@ -40,7 +40,7 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
-from polyrhythm.run.trainer.rank_assignment import LEADER, machine_name
+from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import (
     DataSettings,
     GlobalBatch,
@@ -151,6 +151,9 @@ class FitContext:
     log: EventLog | None
     checkpointer: TrainerCheckpointer | None  # None without a run folder
     preemption: PreemptionHandler
+    machines: Sequence[str]  # by rank; needed under sync="auto"
+    # Of the replicas of this stage, by pipelines: after a loss, those that are left.
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def num_pipelines(self) -> int:
@@ -254,14 +257,11 @@ class FitLoop:
         self.stage_loader = StageLoader(context.pipeline, context.samples)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
-            machines = context.store.all_gather_object(
-                f"machines of {name}", machine_name(), context.members
-            )
             shape = JobShape(
                 shares=context.shares,
                 num_stages=context.pipeline.num_stages,
                 overlap=True,
-                is_one_machine=len(set(machines)) == 1,
+                is_one_machine=len({context.machines[rank] for rank in context.members.ranks}) == 1,
             )
             self.exchange = StepTimeExchange(
                 name,
@@ -308,9 +308,11 @@ class FitLoop:
                 self._save_last(strategy)
             self._close_strategy(strategy)
         except BaseException:
-            if phase is not None:
-                phase.stop_after_last_step()
-            strategy.abort()
+            try:
+                if phase is not None:
+                    phase.stop_after_last_step()
+            finally:
+                strategy.abort()
             raise
         if not phase.in_lockstep and decision.sync_mode is not None:
             _broadcast_optimizer_state(progress.optimizer, self.context)
@@ -386,12 +388,17 @@ class FitLoop:
         )
 
     def _make_strategy(self, mode: SyncMode) -> NoSync:
-        context, config, group = self.context, self.context.config, None
+        context, config = self.context, self.context.config
         pipelines, (stage, pipeline) = context.pipelines, context.worker
-        if 1 < len(pipelines) < dist.get_world_size() // context.pipeline.num_stages:
-            ranks = [number * context.pipeline.num_stages + stage for number in pipelines]
-            timeout = timedelta(seconds=config.timeout)
-            group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        left, group = tuple(pipelines), None
+        if 1 < len(left) < dist.get_world_size() // context.pipeline.num_stages:
+            if left not in context.groups:
+                ranks = [number * context.pipeline.num_stages + stage for number in left]
+                timeout = timedelta(seconds=config.timeout)
+                context.groups[left] = dist.new_group(
+                    ranks, timeout=timeout, use_local_synchronization=True
+                )
+            group = context.groups[left]
         return make_sync_strategy(
             context.pipeline,
             self.progress.optimizer,
@@ -581,9 +588,11 @@ class Phase:
             progress.problem = "the replicas differ, and no longer average"
         else:
             assert isinstance(self.sampler, LockstepSampler), "in lockstep"
+            progress.problem = "the state of the learning rate scheduler or of the data is unknown"
             progress.lr_state = self.lr_state()
             progress.sampler_state = self.sampler.sampler_state(progress.step)
             progress.optimizer.zero_grad()
+            progress.problem = ""
 
     def _save_if_due(self, before: int, step: int) -> None:
         """Save if `checkpoint.every` steps are done; the last one led from `before` to `step`."""

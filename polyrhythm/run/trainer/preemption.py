@@ -161,9 +161,14 @@ def delay_interrupt() -> Iterator[None]:
 
     signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    except Exception as error:
+        if received:  # a script that handles the error must not go on after Ctrl-C
+            raise KeyboardInterrupt from error
+        raise
     if received:
         raise KeyboardInterrupt
 

@@ -58,7 +58,7 @@ from polyrhythm.run.trainer.fit_loop import (
     TrainProgress,
 )
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job
+from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job, machine_name
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sampler import DataSettings
 from polyrhythm.run.trainer.sync_strategy import NoSync
@@ -87,9 +87,6 @@ class Trainer:
 
     step = RenamedAttribute("global_step")
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
-    _failure: str | None = None  # of the last fit
-    _num_saves = 0  # after a failure
-    _num_evaluations = 0
 
     @renamed_arguments(
         run="run_dir=",
@@ -144,7 +141,7 @@ class Trainer:
         model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
         is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
         a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
-        overlapping groups while much faster.
+        overlapping groups if that is predicted to save a quarter of each step.
 
         `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` are
         called after every step of this worker. `timeout` bounds every wait for another process;
@@ -156,7 +153,10 @@ class Trainer:
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
-        self._num_fits, self._is_fitting, self._has_started = 0, False, False
+        self._is_fitting = self._has_started = False
+        self._num_fits = self._num_begins = self._num_evaluations = 0
+        self._num_saves = 0  # after a failure
+        self._failure: str | None = None  # of the last fit
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
@@ -180,11 +180,8 @@ class Trainer:
         part = config.split.extract_stage(whole, self.worker.stage, self.plan.layers_per_stage)
         self.pipeline = self._build_pipeline(part, device, group)
         self._samples = self._make_loader(dataset, order)
-        self._checkpointer: TrainerCheckpointer | None = None
-        if config.run_dir is not None:
-            self._checkpointer = TrainerCheckpointer.of(
-                config, part, self.worker, group, self.plan, store, self._log
-            )
+        self._checkpointer = self._make_checkpointer(part, group, store)
+        if self._checkpointer is not None:
             self._checkpointer.run_info |= hugging_face_configs(whole)
         self._preemption = PreemptionHandler(
             membership.job_store("preemption"),
@@ -205,6 +202,7 @@ class Trainer:
             log=self._log,
             checkpointer=self._checkpointer,
             preemption=self._preemption,
+            machines=self._gather_machines(store),
         )
         self._progress = TrainProgress(optimizer=self._context.new_optimizer())
         self._is_open = True
@@ -239,6 +237,7 @@ class Trainer:
         settings = {"max_steps": max_steps, "overwrite": overwrite}
         fix = "call fit with the same arguments in all processes"
         store.check_consistent(f"fit {self._num_fits}", settings, members, fix=fix)
+        store.delete(f"fit {self._num_fits - 1}", members)  # all have read it, or would not be here
         if not isinstance(max_steps, int) or max_steps < 0:
             raise LaunchError(
                 f"fit(max_steps={max_steps!r})",
@@ -377,12 +376,22 @@ class Trainer:
             pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         return pipeline
 
+    def _make_checkpointer(
+        self, part: ModelPartition, group: dist.ProcessGroup | None, store: JobStore
+    ) -> TrainerCheckpointer | None:
+        config, worker = self._config, self.worker
+        if config.run_dir is None:
+            return None
+        return TrainerCheckpointer.of(config, part, worker, group, self.plan, store, self._log)
+
     def _begin_run(self, what: str, *, overwrite: bool = False) -> None:
         """Before the first step or save: refuse checkpoints that were not restored."""
         if self._checkpointer is not None and not self._has_started:
             begin = partial(self._checkpointer.begin_run, what, overwrite=overwrite)
             store, members = self._context.store, self._context.members
-            store.run_on_leader(f"the checkpoints before {what} {self._num_fits}", begin, members)
+            self._num_begins += 1  # a refused one may have been caught
+            name = f"the checkpoints before {what}, attempt {self._num_begins}"
+            store.run_on_leader(name, begin, members)
         self._has_started = True
 
     def _continue_batches(self, saved: DataSettings | None, restarts_data: bool) -> None:
@@ -421,6 +430,18 @@ class Trainer:
             check_sync(self._config.sync, num_stages=num_stages, num_pipelines=num_pipelines)
             if self._config.sync.has_coordinator:
                 check_worker_keys(store, self._membership.members)
+
+    def _gather_machines(self, store: JobStore) -> list[str]:
+        """Return the machines by rank, for sync="auto"; warn if it can only stay in lockstep."""
+        if self._config.sync.mode != AUTO or self.plan.num_pipelines == 1:
+            return []
+        members = self._membership.members
+        machines: list[str] = store.all_gather_object("machines", machine_name(), members)
+        if len(set(machines)) == 1 and self.worker == LEADER:
+            _logger.warning(
+                'sync="auto" stays in lockstep: all processes are on one machine, %s', machines[0]
+            )
+        return machines
 
     def _check_between_fits(self, what: str) -> None:
         """Weights, sampler state and learning rates are consistent only between two fits."""
