@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks.parity.facts import Fact
 from benchmarks.parity.torch_cases import CASES, Case, Trial, traced_models
-from polyrhythm.errors import WorkerError
+from polyrhythm.errors import WorkerError, peer_errors
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.types import Seconds
 
@@ -78,7 +78,8 @@ def _run_job(num_processes: int, cases: Sequence[Case]) -> list[Fact]:
                     case.run(trial)
                     path = folder / f"{number}.{ctx.rank}.json"
                     path.write_text(json.dumps(trial.differences))
-                    dist.barrier()
+                    with peer_errors("another process", case.name):  # its error is reported
+                        dist.barrier()
 
         error = "no end in time"
         try:
