@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,49 +312,41 @@ def test_non_finite_weights_end_static_everywhere_at_once(tmp_path: Path) -> Non
         assert "the weights of s0p1 are not finite" in error
 
 
-def test_non_finite_gradients_are_named_in_the_default_mode(tmp_path: Path) -> None:
-    def work(ctx: DistContext) -> tuple[bool, list[str]]:
+@pytest.mark.parametrize("mode", ["decoupled", "all_reduce", "balanced"])
+def test_steps_with_non_finite_gradients_are_skipped_by_all_replicas(
+    mode: str, tmp_path: Path
+) -> None:
+    """Steps 2 and 3 of 5 have them: weights are those after the other three."""
+
+    def work(ctx: DistContext, num_steps: int = 5, bad: tuple[int, ...] = (2, 3)) -> Any:
         records: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: records.append(record.getMessage())
         logging.getLogger("polyrhythm").addHandler(handler)
         model = Point()
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.2), model, timeout=TIMEOUT
-        )
-        for step in range(5):
-            loss = model(target_of(ctx.rank))
-            (loss * float("inf") if ctx.rank == 1 and step >= 2 else loss).backward()
-            optimizer.step()
+        inner = torch.optim.AdamW(model.parameters(), lr=0.2)
+        optimizer: Any = inner
+        sync = None
+        if mode == "decoupled":
+            optimizer = DistributedOptimizer(inner, model, timeout=TIMEOUT)
+        else:
+            sync = GroupSync(model, inner, mode, timeout=TIMEOUT)
+        for step in range(num_steps):
             optimizer.zero_grad()
-        optimizer.close()
-        return bool(model.weight.isfinite().any()), records
-
-    found = run_replicas(2, work, tmp_path)
-    assert [is_finite for is_finite, _ in found] == [False, False]
-    warned = "step 2: the gradients of s0p1 are not finite, and with them the average of all"
-    assert found[1][1] == [warned]
-
-
-def test_non_finite_gradients_reach_all_replicas_with_a_warning(tmp_path: Path) -> None:
-    def work(ctx: DistContext) -> tuple[bool, list[str]]:
-        records: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append(record.getMessage())
-        logging.getLogger("polyrhythm").addHandler(handler)
-        model = Point()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        with GroupSync(model, optimizer, "all_reduce", timeout=TIMEOUT) as sync:
-            for step in range(5):
-                optimizer.zero_grad()
-                model(target_of(ctx.rank)).backward()
-                if ctx.rank == 1 and step >= 2:
-                    model.weight.grad.fill_(float("inf"))
-                optimizer.step()
+            if mode == "balanced":
+                sync.share(2)
+            loss = model(target_of(ctx.rank))
+            (loss * float("inf") if ctx.rank == 1 and step in bad else loss).backward()
+            optimizer.step()
+            if sync is not None:
                 sync.step()
-        return bool(model.weight.isfinite().any()), records
+        (optimizer if sync is None else sync).close()
+        return model.weight.tolist(), records
 
     found = run_replicas(2, work, tmp_path)
-    assert [is_finite for is_finite, _ in found] == [False, False]
-    warned = "step 2: the gradients of s0p1 are not finite, and with them the average of all"
-    assert found[1][1] == [warned]
+    expected = run_replicas(2, partial(work, num_steps=3, bad=()), tmp_path)
+    assert [weight for weight, _ in found] == [weight for weight, _ in expected]
+    assert found[0][1] == []
+    assert found[1][1] == [
+        "step 2: the gradients of s0p1 are not finite: all replicas skip this step"
+    ]

@@ -19,6 +19,7 @@ worker that is alone takes its own model as the mean.
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -33,6 +34,7 @@ from polyrhythm.run.averaging.buffers import (
     ReplicaState,
     check_finite,
     is_finite,
+    trainable_parameters,
 )
 from polyrhythm.run.averaging.exchange import all_reduce_mean
 from polyrhythm.run.averaging.parameter_server import ParameterServerClient
@@ -59,7 +61,7 @@ class GradientAveraging:
         if pipeline is not None:
             pipeline.defer_division(True)  # by the labels of all pipelines
         self._is_averaged = False  # the user called average_gradients() before optimizer.step()
-        self._is_finite = True  # the last gradients
+        self._is_finite = self._is_mean_finite = True  # the last gradients, and their mean
         self._hook = model.optimizer.register_step_pre_hook(self._before_update)
 
     def average_gradients(self) -> None:
@@ -86,13 +88,26 @@ class GradientAveraging:
         if not self._is_averaged:
             self.average_gradients()
         self._is_averaged = False
+        if not self._is_mean_finite:
+            for parameter in trainable_parameters(self._model.module):
+                parameter.grad = None  # the optimizer skips this step
 
     def _average(self) -> None:
         divisor = self._pop_divisor()
         flat = self._gradients.read(divisor or 0.0)
         mean = self._mean(flat)
         if mean is not None or divisor is not None:
-            self._gradients.write(flat if mean is None else mean, divides=divisor is not None)
+            self._write(flat if mean is None else mean, divides=divisor is not None)
+
+    def _write(self, mean: Tensor, *, divides: bool) -> None:
+        """Write the mean of the gradients; one that is not finite only as inf, for a GradScaler."""
+        self._is_mean_finite = is_finite(mean)
+        if self._is_mean_finite:
+            self._gradients.write(mean, divides=divides)
+            return
+        for parameter in trainable_parameters(self._model.module):
+            if parameter.grad is not None:
+                parameter.grad.fill_(math.inf)
 
     def _pop_divisor(self) -> float | None:
         """Return the divisor of this pipeline's gradients; None if labels are not counted."""
@@ -102,12 +117,12 @@ class GradientAveraging:
     def _mean(self, flat: Tensor) -> Tensor | None:
         """Return the mean of `flat`, or None if this worker is the only one.
 
-        What is not finite is averaged, so that all replicas see it, as with DDP and a GradScaler.
+        What is not finite is averaged, so that all replicas see it and skip the step.
         """
         was_finite, self._is_finite = self._is_finite, is_finite(flat)
         if was_finite and not self._is_finite:
             _logger.warning(
-                "step %d: the gradients of %s are not finite, and with them the average of all",
+                "step %d: the gradients of %s are not finite: all replicas skip this step",
                 *(self.num_steps - 1, self._client.me.worker),
             )
         self._client.publish(lambda _: flat)
@@ -167,7 +182,7 @@ class BalancedGradientAveraging(GradientAveraging):
         if mean is None:  # there is no other worker
             mean = flat
         gradients, mean_stats = mean[: gradients.numel()], mean[gradients.numel() :].view_as(stats)
-        self._gradients.write(gradients, divides=True)
+        self._write(gradients, divides=True)
         if self._balancer is not None:
             self._update_speeds(mean_stats, self._balancer)
         self._count = 0

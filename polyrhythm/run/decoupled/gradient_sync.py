@@ -347,9 +347,15 @@ class GradientSync:
         self._all_gathers.clear()
         if divisor is not None:
             divide_by(total / self.collectives.num_workers, [s.gradient for s in self.shards])
-        for shard in self.shards:
-            shard.parameter.grad = shard.gradient if self._used[shard.index] else None
         flag = bad.bool().to(self.found_inf.device)
+        # What is not finite is never applied: without a gradient the optimizer skips the step.
+        # With NCCL the host does not know of it, and the gradients become 0.
+        is_skipped = not isinstance(self.collectives, NcclCollectives) and bool(bad)
+        for shard in self.shards:
+            is_used = self._used[shard.index] and not is_skipped
+            shard.parameter.grad = shard.gradient if is_used else None
+            if is_used and isinstance(self.collectives, NcclCollectives):
+                shard.gradient.masked_fill_(flag, 0.0)
         self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(flag, torch.nan)
 
     def _warn_if_not_finite(self, *, is_finite: bool) -> None:
@@ -357,7 +363,7 @@ class GradientSync:
         was_finite, self._is_finite = self._is_finite, is_finite
         if was_finite and not is_finite:
             _logger.warning(
-                "step %d: the gradients of %s are not finite, and with them the average of all",
+                "step %d: the gradients of %s are not finite: all replicas skip this step",
                 *self._name_step(),
             )
 
