@@ -83,6 +83,7 @@ class RandomStreams:
         self._own = {layer: index for index, layer in own}
         self._hooks = list[RemovableHandle]()
         self._states: list[bytes] | None = None  # before a forward without hooks
+        self._is_watching = False  # the next such forward: one of each block, reading states costs
         if has_hooks:
             self._add_hooks()
 
@@ -102,6 +103,7 @@ class RandomStreams:
         """Restore the generators after this block: its draws do not change those outside."""
         cpu = torch.default_generator.get_state()
         cuda = None if self._cuda_index is None else self._cuda_generator().get_state()
+        self._is_watching = bool(self._own) and not self._hooks
         try:
             yield
         finally:
@@ -115,8 +117,8 @@ class RandomStreams:
         """Seed the forward of the micro-batch whose first sample has this position."""
         self.begin_backward(position)
         self._seed_after(self._first - 1)
-        if self._own and not self._hooks:
-            self._states = self._current_states()
+        if self._is_watching:
+            self._states, self._is_watching = self._current_states(), False
 
     def begin_backward(self, position: int) -> None:
         """Select the micro-batch: activation checkpointing runs its layers in backward."""
