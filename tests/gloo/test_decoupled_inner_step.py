@@ -9,31 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
+from benchmarks.parity.modes import CountingSGD
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.decoupled import reference_steps, stack, train_steps, wrap_optimizer
 from tests.gloo.pipelines import run_stages
 
 STEPS = 5
-
-
-class CountingAverage(torch.optim.Optimizer):
-    """SGD on a running mean of gradients whose weights depend on the calls of step().
-
-    As in schedule-free optimizers, the count belongs to the group, not to a parameter.
-    """
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "num_steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["num_steps"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 1 / group["num_steps"])
-                    p.sub_(mean, alpha=group["lr"])
 
 
 def fused_adamw(params: Any) -> torch.optim.Optimizer:
@@ -42,16 +23,16 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("mode", ["decoupled", "all_reduce"])
 def test_inner_optimizer_is_stepped_once_per_step(mode: str, tmp_path: Path) -> None:
-    kinds = (CountingAverage, fused_adamw)
+    kinds = (CountingSGD, fused_adamw)
 
     def work(ctx: DistContext) -> list[Any]:
         found = []
         for kind in kinds:
             model, counts = stack(), [0, 0, 0]
             inner = kind(model.parameters())
-            inner_rates = StepLR(inner, 2) if kind is CountingAverage else None
+            inner_rates = StepLR(inner, 2) if kind is CountingSGD else None
             # Buckets of 100 bytes: several per worker; a size of 1 GB: one.
-            size = 100 if kind is CountingAverage else "1GB"
+            size = 100 if kind is CountingSGD else "1GB"
             optimizer = wrap_optimizer(model, inner, mode=mode, bucket_bytes=size, elementwise=True)
             rates = inner_rates or StepLR(optimizer, 2)
 

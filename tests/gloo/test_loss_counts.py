@@ -248,6 +248,13 @@ def test_a_count_of_zero_that_is_not_read_gives_no_nan(tmp_path: Path) -> None:
     run_single_process(check_no_nan, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_are_rounded_once(dtype: torch.dtype) -> None:
+    gradient = torch.full((4,), 3.0, dtype=dtype)
+    divide_by(1000.0, [gradient])
+    assert torch.equal(gradient, torch.full((4,), 3 / 1000, dtype=dtype))
+
+
 def test_gradients_of_several_types_are_divided_by_a_tensor() -> None:
     gradients = [torch.ones(3, dtype=x) for x in (torch.float32, torch.bfloat16) * 2]
     divide_by(torch.tensor(4.0, dtype=torch.float64), gradients)

@@ -196,10 +196,7 @@ class GradientBuffer:
                 parameter.grad = torch.zeros_like(parameter)
         flat = flat[: -len(parameters)]
         if divides:
-            gradients = flat[: sum(_local(p).numel() for p in parameters)]
-            wide = gradients.to(torch.promote_types(flat.dtype, torch.float32))
-            divide_by(divisor, [wide])  # half precision would round the factor, perhaps to 0
-            gradients.copy_(wide)
+            divide_by(divisor, [flat[: sum(_local(p).numel() for p in parameters)]])
         tensors = self._gradients(parameters)  # a missing one is a zero that is thrown away
         FlatBuffer([*tensors, *running_statistics(self.module)]).write(flat)
 

@@ -106,8 +106,9 @@ def divide_by(divisor: Count, gradients: Iterable[Tensor]) -> None:
         by_type[gradient.device, gradient.dtype].append(gradient)
     for (device, dtype), tensors in by_type.items():  # one kernel for all, if their types are equal
         own = factor
-        if isinstance(factor, Tensor):
-            own = factor.to(device, torch.promote_types(dtype, torch.float32))
+        if isinstance(factor, Tensor) or device.type == "cpu":  # which would round a number first
+            wide = torch.promote_types(dtype, torch.float32)
+            own = torch.as_tensor(factor, dtype=wide, device=device)
         torch._foreach_mul_(tensors, own)
 
 

@@ -66,24 +66,24 @@ class BatchDispatcher:
 
 def evaluate(pipeline: Pipeline, samples: SampleLoader, dispatcher: BatchDispatcher) -> float:
     """Return the mean loss over all batches; every worker calls it and gets it."""
-    was_training = pipeline.module.training
+    was_training, stage_loader = pipeline.module.training, StageLoader(pipeline, samples)
     pipeline.module.eval()
     try:
-        total, count = dispatcher.run(partial(_own_batches, pipeline, samples, dispatcher))
+        total, count = dispatcher.run(partial(_own_batches, pipeline, stage_loader, dispatcher))
     finally:
+        stage_loader.close()
         pipeline.module.train(was_training)
     return float(total / count) if count else math.nan  # a dataset without labels
 
 
 def _own_batches(
     pipeline: Pipeline,
-    samples: SampleLoader,
+    stage_loader: StageLoader,
     dispatcher: BatchDispatcher,
     report_progress: Callable[[], None],
 ) -> list[_Exact]:
     """Return the sum of losses and the number of labels; zeros except on the last stage."""
     totals: list[_Exact] = [Fraction(0), Fraction(0)]
-    stage_loader = StageLoader(pipeline, samples)
 
     def count(losses: list[Tensor]) -> None:
         for loss, number in read_losses(losses, pipeline.loss_counts if losses else ()):
