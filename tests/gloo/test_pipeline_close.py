@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import mse_loss
 
@@ -96,8 +98,14 @@ def fail_in_the_last_stage(pipeline: Pipeline, recorded: list[StorageWeakRef]) -
     raise UserCodeError  # in the first stage, which may not have noticed
 
 
+def wait_for_count() -> None:
+    """Wait until the first stage has counted its messages."""
+    _get_default_store().wait(["first stage has counted"], timedelta(seconds=20))
+
+
 def fail_to_receive(pipeline: Pipeline, recorded: list[StorageWeakRef]) -> None:
     def fail(*args: object) -> None:
+        wait_for_count()  # a failed step ends the other's messages
         raise UserCodeError
 
     if pipeline.is_last:
@@ -136,6 +144,8 @@ def test_close_frees_everything_in_flight(
                     run(pipeline, recorded)
                 finally:
                     before = num_alive(recorded), num_alive(buffers)
+                    if pipeline.is_first:
+                        _get_default_store().set("first stage has counted", "")
                     if not flush:  # with a flush the first stage waits for the last one to close
                         dist.barrier()  # a stage that closes early would end the other's messages
         except (UserCodeError, PeerError):
