@@ -84,7 +84,7 @@ class Growth:
         path.write_bytes(msgspec.json.encode((median(slopes), detail)))
 
 
-def measure(*, quick: bool, seconds: Seconds = 40.0) -> list[Fact]:
+def measure(*, quick: bool, seconds: Seconds = 70.0) -> list[Fact]:
     """Return the growth in bytes per step of each process; `seconds` for each kind of job."""
     seconds, facts = (0.5 if quick else seconds), []
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,9 @@ Gradients are written late, behind a kernel that keeps the GPU busy: a collectiv
 for them sends the old contents.
 """
 
+import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -171,14 +173,25 @@ def test_pinned_buffers_are_reused_only_when_free(tmp_path: Path) -> None:
     assert run_stages(2, work, tmp_path) == [{"again": True, "not before": True}] * 2
 
 
-def nccl(ctx: DistContext) -> Collectives:
-    torch.cuda.set_device(ctx.rank)
-    group = dist.new_group(list(range(ctx.world_size)), backend="nccl")
+def new_nccl_group(ctx: DistContext) -> dist.ProcessGroup:
+    """Make a group that sends tensors on GPUs over NCCL; several workers may share a GPU."""
+    os.environ |= {
+        "NCCL_HOSTID": str(ctx.rank),  # NCCL refuses two workers of one machine on one GPU
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
+    torch.cuda.set_device(ctx.rank % torch.cuda.device_count())
+    group = dist.new_group(list(range(ctx.world_size)), backend="cpu:gloo,cuda:nccl")
     assert isinstance(group, dist.ProcessGroup)
-    device = torch.device("cuda", ctx.rank)
+    return group
+
+
+def nccl(ctx: DistContext) -> Collectives:
+    group = new_nccl_group(ctx)
     host = GlooCollectives(
         new_gloo_group(range(ctx.world_size), "a test", timeout=TIMEOUT), timeout=TIMEOUT
     )
+    device = torch.device("cuda", torch.cuda.current_device())
     found = select_backend(device, group, host, start=lambda work: None)
     assert isinstance(found, NcclCollectives)
     assert not found.waits_on_host
@@ -194,12 +207,9 @@ def nccl(ctx: DistContext) -> Collectives:
 def test_nccl_collectives_overlap_compute(
     num_workers: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    if torch.cuda.device_count() < num_workers:
-        pytest.skip("NCCL takes one worker per GPU, and this machine has one")
-
     def work(ctx: DistContext) -> dict[str, Any]:
         collectives = nccl(ctx)
-        device = torch.device("cuda", ctx.rank)
+        device = torch.device("cuda", torch.cuda.current_device())
         base, part = numbers(device), SIZE // num_workers
         own = slice(ctx.rank * part, (ctx.rank + 1) * part)
         flat = torch.zeros(SIZE, dtype=dtype, device=device)
@@ -227,6 +237,35 @@ def test_nccl_collectives_overlap_compute(
 
     expected = {"same": True, "overlapped": True}
     assert run_stages(num_workers, work, tmp_path) == [expected] * num_workers
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+@pytest.mark.timeout(120)
+def test_gradients_that_are_not_finite_change_no_weight_over_nccl(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> dict[str, Any]:
+        group = new_nccl_group(ctx)
+        model = nn.Linear(4, 4, bias=False, device="cuda")
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, 1000, group, mode="decoupled"
+        )
+        weights = [model.weight.detach().clone()]
+        for step in range(3):
+            inputs = torch.ones(2, 4, device="cuda")
+            if (step, ctx.rank) == (1, 1):
+                inputs[0, 0] = torch.inf
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            weights.append(model.weight.detach().clone())
+        optimizer.close()
+        moved = [(b - a).abs().amax().item() for a, b in pairwise(weights)]
+        return {"moved": moved, "weights": weights[-1].cpu()}
+
+    first, second = run_stages(2, work, tmp_path)
+    assert torch.equal(first["weights"], second["weights"])
+    for found in (first, second):
+        assert found["moved"] == pytest.approx([0.2, 0.0, 0.2])  # lr x 2 samples; step 1 is skipped
 
 
 def stack() -> nn.Sequential:
