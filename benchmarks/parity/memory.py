@@ -99,12 +99,14 @@ def _run_trainers(sync: str, seconds: Seconds, folder: Path, *, quick: bool) -> 
     def work(ctx: DistContext) -> None:
         fit_loop.NUM_STEPS_KEPT = _NUM_WARMUP
         ones = torch.ones(64, 1)
-        num_steps, growth = 0, Growth(NUM_STEPS)
+        num_steps, growth, half_time = 0, Growth(NUM_STEPS), 0.0
 
         def count_step(_: Any) -> None:
-            nonlocal num_steps
+            nonlocal num_steps, half_time
             num_steps += 1
             growth.after_step(num_steps)
+            if num_steps == _NUM_WARMUP // 2:  # the first steps are slower
+                half_time = time.perf_counter()
 
         with Trainer(
             lambda: nn.Sequential(nn.Linear(1, 1, bias=False)),
@@ -117,9 +119,8 @@ def _run_trainers(sync: str, seconds: Seconds, folder: Path, *, quick: bool) -> 
             callbacks=[count_step],
             timeout=_TIMEOUT,
         ) as trainer:
-            start = time.perf_counter()
             trainer.fit(max_steps=_NUM_WARMUP)
-            rate = torch.tensor([_NUM_WARMUP / (time.perf_counter() - start)])
+            rate = torch.tensor([0.5 * _NUM_WARMUP / (time.perf_counter() - half_time)])
             dist.broadcast(rate, 0)
             total = int(min(NUM_STEPS, max(rate.item() * seconds, 0 if quick else _MIN_STEPS)))
             num_steps, growth = 0, Growth(int(0.9 * total))  # in groups a worker may make fewer
