@@ -1,18 +1,18 @@
 """`bytes_per_step`: growth of anonymous memory per step, of a worker and of a coordinator.
 
-Two processes train a model of one parameter with the Trainer, run folder and all, decoupled and in
-groups (`age`; the first worker then also hosts the coordinator). A step of the Trainer takes
-milliseconds, so they make as many steps as fit into the time, up to 100,000; `fit` keeps the last
-100 steps here instead of 1000, so that they are there before the measurement. In addition a
-coordinator in a process of its own, with its decision log, serves two clients that do nothing but
-send and answer the messages of a step, up to 100,000 steps: there the clients' and the
-coordinator's memory is measured. Growth is that of RssAnon, after a garbage collection and
-malloc_trim, from a fifth of the steps to the end, but not before step 2000: until then pools of the
-allocators fill. It is the median slope between the points of measurement (Theil-Sen), so that one
-late allocation is not taken for a trend.
+A worker trains a model of one parameter with the Trainer, run folder and all. At the same time a
+coordinator with its decision log serves two clients that do nothing but send and answer the
+messages of a step; the memory of all three is measured. Each makes 100,000 steps, or as many as fit
+into the time. `fit` keeps the last 100 steps here instead of 1000, so that they are there before
+the measurement. Growth is that of RssAnon, after a garbage collection and malloc_trim, from a fifth
+of the steps to the end, but not before step 2000: until then pools of the allocators fill. It is
+the median slope between the points of measurement (Theil-Sen), so that one late allocation is not
+taken for a trend. Tens of thousands of steps are needed: pages of 4096 bytes come and go, so that
+over 5000 steps the slope of the same code was 5 to 18 bytes.
 
-`python -m benchmarks.parity.memory` takes up to ten minutes for each kind of job, so that 100,000
-steps are made where a step takes less than 6 ms.
+`python -m benchmarks.parity.memory` also trains with two workers that average, decoupled and in
+groups (`age`; the first then also hosts the coordinator). A step of theirs takes several
+milliseconds on two cores, so each kind may take 20 minutes.
 """
 
 import ctypes
@@ -51,9 +51,10 @@ from polyrhythm.types import Bytes, Seconds, Worker
 
 NUM_STEPS: Final = 100_000
 _NUM_POINTS = 20  # measurements over all steps
-_MIN_STEPS, _NUM_FILLING = 4000, 2000
+_NUM_FILLING = 2000  # steps until most pools of the allocators are full
 _NUM_WARMUP = 100  # steps of the Trainer to measure its speed
 _TIMEOUT: Seconds = 60.0
+_SUFFIX = ".growth.json"
 _WORKERS = (Worker(0, 0), Worker(0, 1))
 
 
@@ -84,18 +85,25 @@ class Growth:
         path.write_bytes(msgspec.json.encode((median(slopes), detail)))
 
 
-def measure(*, quick: bool, seconds: Seconds = 70.0) -> list[Fact]:
-    """Return the growth in bytes per step of each process; `seconds` for each kind of job."""
-    seconds, facts = (0.5 if quick else seconds), []
+def measure(*, quick: bool, seconds: Seconds = 240.0) -> list[Fact]:
+    """Return the growth in bytes per step of each process of two jobs that run at the same time."""
+    seconds = 0.5 if quick else seconds
     with tempfile.TemporaryDirectory() as folder:
-        for sync in ("decoupled",) if quick else ("decoupled", "age"):
-            facts += _run_trainers(sync, seconds, Path(folder) / sync, quick=quick)
+        jobs = [Child(partial(_run_trainers, 1, "decoupled", seconds, Path(folder)))]
         if not quick:
-            facts += _run_coordinator(seconds, Path(folder) / "coordinator")
-    return facts
+            jobs.append(Child(partial(_run_coordinator, seconds, Path(folder))))
+        try:
+            for job in jobs:
+                assert job.wait(_time_limit(seconds)) == 0, f"a job {job.reason}"
+        finally:
+            for job in jobs:
+                job.end()
+        return _facts(Path(folder))
 
 
-def _run_trainers(sync: str, seconds: Seconds, folder: Path, *, quick: bool) -> list[Fact]:
+def _run_trainers(num_workers: int, sync: str, seconds: Seconds, folder: Path) -> None:
+    name = f"trainer, {sync}, {num_workers} worker{'s' * (num_workers > 1)}"
+
     def work(ctx: DistContext) -> None:
         fit_loop.NUM_STEPS_KEPT = _NUM_WARMUP
         ones = torch.ones(64, 1)
@@ -115,27 +123,27 @@ def _run_trainers(sync: str, seconds: Seconds, folder: Path, *, quick: bool) -> 
             TensorDataset(ones, ones),
             batch_size=2,
             sync=sync,
-            run_dir=folder / "run",
+            run_dir=folder / name,
             callbacks=[count_step],
             timeout=_TIMEOUT,
         ) as trainer:
             trainer.fit(max_steps=_NUM_WARMUP)
             rate = torch.tensor([0.5 * _NUM_WARMUP / (time.perf_counter() - half_time)])
-            dist.broadcast(rate, 0)
-            total = int(min(NUM_STEPS, max(rate.item() * seconds, 0 if quick else _MIN_STEPS)))
-            num_steps, growth = 0, Growth(int(0.9 * total))  # in groups a worker may make fewer
+            if num_workers > 1:
+                dist.broadcast(rate, 0)
+            total = int(min(NUM_STEPS, rate.item() * seconds))
+            # In groups a worker may make fewer steps than the other.
+            num_steps, growth = 0, Growth(total if num_workers == 1 else int(0.9 * total))
             gc.freeze()  # a collection then only looks at what is new
             trainer.fit(max_steps=_NUM_WARMUP + total)
-        growth.save(folder / f"worker{ctx.rank}")
+        growth.save(folder / f"{name}, worker {ctx.rank}{_SUFFIX}")
 
-    with LocalJob(work, 2, output_folder=folder) as job:
-        assert job.wait(10 * seconds + _TIMEOUT), "not done in time"
-    return [_fact(f"{sync}, worker {rank}", folder / f"worker{rank}") for rank in range(2)]
+    with LocalJob(work, num_workers, output_folder=folder / f"{name}, output") as job:
+        assert job.wait(_time_limit(seconds)), "not done in time"
 
 
-def _run_coordinator(seconds: Seconds, folder: Path) -> list[Fact]:
+def _run_coordinator(seconds: Seconds, folder: Path) -> None:
     """Serve two clients at full speed; measure all three processes."""
-    folder.mkdir()
     setup, keys = Setup(policy="age", num_stages=1, num_pipelines=2), JobKeys.new()
 
     def serve() -> None:
@@ -150,7 +158,7 @@ def _run_coordinator(seconds: Seconds, folder: Path) -> list[Fact]:
             while not coordinator.is_over:
                 growth.after_step(coordinator.counters["committed"] - before)
                 time.sleep(0.02)
-        growth.save(folder / "coordinator-growth")
+        growth.save(folder / f"messages of age, coordinator{_SUFFIX}")
 
     def work(worker: Worker) -> None:
         _wait_until((folder / "address").exists)
@@ -159,26 +167,21 @@ def _run_coordinator(seconds: Seconds, folder: Path) -> list[Fact]:
         client.run(num_warmup, lambda step: None)
         if worker == _WORKERS[0]:
             num_steps = min(NUM_STEPS, num_warmup / (time.perf_counter() - start) * seconds)
-            num_steps = max(num_steps, _MIN_STEPS)
             (folder / "new").write_text(str(int(num_steps)))
             (folder / "new").rename(folder / "rate")
         _wait_until((folder / "rate").exists)
         growth = Growth(int((folder / "rate").read_text()))
         client.run(growth.num_steps, growth.after_step)
-        growth.save(folder / f"client{worker.pipeline}-growth")
+        growth.save(folder / f"messages of age, client {worker.pipeline}{_SUFFIX}")
         client.close()
 
     children = [Child(serve), *(Child(partial(work, worker)) for worker in _WORKERS)]
     try:
         for child in children:
-            assert child.wait(10 * seconds + _TIMEOUT) == 0, "a process failed"
+            assert child.wait(_time_limit(seconds)) == 0, f"a process {child.reason}"
     finally:
         for child in children:
             child.end()
-    return [
-        _fact(f"messages of age, {name}", folder / f"{name}-growth")
-        for name in ("coordinator", "client0", "client1")
-    ]
 
 
 class StepClient:
@@ -223,9 +226,16 @@ class StepClient:
         self._has_ended.release()
 
 
-def _fact(case: str, path: Path) -> Fact:
-    bytes_per_step, detail = msgspec.json.decode(path.read_bytes(), type=tuple[float, str])
-    return Fact(case, bytes_per_step, detail)
+def _facts(folder: Path) -> list[Fact]:
+    facts = list[Fact]()
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        bytes_per_step, detail = msgspec.json.decode(path.read_bytes(), type=tuple[float, str])
+        facts.append(Fact(path.name.removesuffix(_SUFFIX), bytes_per_step, detail))
+    return facts
+
+
+def _time_limit(seconds: Seconds) -> Seconds:
+    return 10 * seconds + _TIMEOUT
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
@@ -244,6 +254,14 @@ def _anonymous_bytes() -> Bytes:
     return 1024 * int(found[1])
 
 
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for num_workers, sync in ((1, "decoupled"), (2, "decoupled"), (2, "age")):
+            _run_trainers(num_workers, sync, 1200.0, Path(folder))
+        _run_coordinator(1200.0, Path(folder))
+        for fact in _facts(Path(folder)):
+            print(fact.case, f"{fact.value:.1f}", fact.detail, sep="; ")
+
+
 if __name__ == "__main__":
-    for fact in measure(quick=False, seconds=600.0):
-        print(fact.case, f"{fact.value:.1f}", fact.detail, sep="; ", flush=True)
+    main()
