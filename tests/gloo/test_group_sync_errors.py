@@ -293,6 +293,28 @@ def test_non_finite_weights_are_refused_and_do_not_spread(
     assert found == [("", True), (wrong, False), ("", True)]
 
 
+@pytest.mark.parametrize("mode", ["all_reduce", "balanced"])
+def test_average_all_after_gradient_averages_does_not_spread_non_finite_weights(
+    mode: str, tmp_path: Path
+) -> None:
+    def work(ctx: DistContext) -> tuple[str, bool]:
+        model, error = Point(), ""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        try:
+            with GroupSync(model, optimizer, mode, timeout=TIMEOUT) as sync:
+                if ctx.rank == 1:
+                    model.weight.data[2] = float("nan")
+                sync.average_all()
+        except (PolicyError, PeerError) as refused:
+            error = str(refused).splitlines()[0]
+        dist.barrier()
+        return error, bool(model.weight.isfinite().all())
+
+    errors, are_finite = zip(*run_replicas(3, work, tmp_path), strict=True)
+    assert are_finite == (True, False, True)
+    assert "the weights of s0p1 are not finite, and are not averaged" in errors[1]
+
+
 def test_non_finite_weights_end_static_everywhere_at_once(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
         model, error = Point(), ""

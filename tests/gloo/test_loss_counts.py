@@ -15,7 +15,12 @@ from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.pipeline.batch import mean_loss
-from polyrhythm.run.pipeline.loss import LossFunction, MicrobatchLoss, divide_by
+from polyrhythm.run.pipeline.loss import (
+    LossFunction,
+    MicrobatchLoss,
+    NonFiniteWarnings,
+    divide_by,
+)
 from tests.gloo.pipelines import run_single_process
 
 NUM_CLASSES, LENGTH = 5, 4
@@ -310,3 +315,17 @@ def test_a_batch_that_is_not_split_is_a_mean_over_its_own_labels() -> None:
     loss = MicrobatchLoss(value, 3.0, is_sum=True).over_own_count()
     assert (loss.value.item(), loss.count) == (2.0, 1.0)
     assert MicrobatchLoss(value, 0.0, is_sum=True).over_own_count().count == 0.0
+
+
+def test_gradients_that_stay_non_finite_are_warned_of_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = NonFiniteWarnings()
+    for step in range(120):
+        found.after(is_finite=step == 110, step=step, worker="s0p1")
+    assert [record.args for record in caplog.records] == [
+        (0, "s0p1"),
+        (9, "s0p1", 10),
+        (99, "s0p1", 100),
+        (111, "s0p1"),
+    ]

@@ -449,12 +449,14 @@ class GroupClient:
     def publish(self, read: Callable[[AverageResult | None], Tensor]) -> Tensor:
         """Publish the buffer that `read` returns, to be averaged in a group."""
         self._clock += 1
-        return self._averager.publish(self._checked(read), self._clock)
+        # Gradients are as in DDP, where all replicas see what is not finite.
+        checked = self._checked(read) if self._averages_models else read
+        return self._averager.publish(checked, self._clock)
 
     def average_all(
         self, read: Callable[[AverageResult | None], Tensor], step: int
     ) -> AverageResult | None:
-        """Average with all workers of the stage; None if there is no other worker."""
+        """Average models with all workers of the stage; None if there is no other worker."""
         self._clock += 1
         self._averager.publish(self._checked(read), self._clock, average_all=True)
         self.wait(step, needed="averaging all workers", warn_after=WARN_AFTER)
@@ -506,7 +508,7 @@ class GroupClient:
     def _checked(
         self, read: Callable[[AverageResult | None], Tensor]
     ) -> Callable[[AverageResult | None], Tensor]:
-        """Refuse models that are not finite; gradients are as in DDP, where all replicas see it."""
+        """Refuse models that are not finite."""
 
         def read_finite(result: AverageResult | None) -> Tensor:
             flat = read(result)
@@ -518,7 +520,7 @@ class GroupClient:
                 raise
             return flat
 
-        return read_finite if self._averages_models else read
+        return read_finite
 
     def _send(self, message: FromWorker) -> None:
         self.coordinator_client.send(message)

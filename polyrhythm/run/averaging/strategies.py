@@ -18,7 +18,6 @@ worker that is alone takes its own model as the mean.
 """
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -42,6 +41,7 @@ from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.rounds import AverageResult, GroupClient
 from polyrhythm.run.averaging.split_all_reduce import StreamingBuffer
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, state_hooks
+from polyrhythm.run.pipeline.loss import NonFiniteWarnings
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.policies.balanced import MicrobatchBalancer
 from polyrhythm.sync.policies.local import OuterNesterov, pseudo_gradient
@@ -49,7 +49,6 @@ from polyrhythm.sync.policies.static import NodeLayout
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
-_logger = logging.getLogger(__name__)
 _FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average after training has failed
 
 
@@ -61,7 +60,7 @@ class GradientAveraging:
         if pipeline is not None:
             pipeline.defer_division(True)  # by the labels of all pipelines
         self._is_averaged = False  # the user called average_gradients() before optimizer.step()
-        self._is_finite = self._is_mean_finite = True  # the last gradients, and their mean
+        self._warnings, self._is_mean_finite = NonFiniteWarnings(), True  # of the last gradients
         self._hook = model.optimizer.register_step_pre_hook(self._before_update)
 
     def average_gradients(self) -> None:
@@ -119,12 +118,8 @@ class GradientAveraging:
 
         What is not finite is averaged, so that all replicas see it and skip the step.
         """
-        was_finite, self._is_finite = self._is_finite, is_finite(flat)
-        if was_finite and not self._is_finite:
-            _logger.warning(
-                "step %d: the gradients of %s are not finite: all replicas skip this step",
-                *(self.num_steps - 1, self._client.me.worker),
-            )
+        worker, step = self._client.me.worker, self.num_steps - 1
+        self._warnings.after(is_finite=is_finite(flat), step=step, worker=worker)
         self._client.publish(lambda _: flat)
         self._client.wait(self.num_steps - 1, needed="averaging gradients")
         result = self._client.pop_result()

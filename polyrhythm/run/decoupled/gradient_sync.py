@@ -7,7 +7,6 @@ gathered in forward order. With all-reduce buckets, the averaged gradients are g
 still during backward: a plain all-reduce.
 """
 
-import logging
 import os
 import socket
 import time
@@ -33,10 +32,8 @@ from polyrhythm.run.comm.reduce_scatter import (
     uses_nccl,
 )
 from polyrhythm.run.decoupled.buckets import Bucket, BucketSpec, ParameterShard, has_gradient
-from polyrhythm.run.pipeline.loss import Count, divide_by
+from polyrhythm.run.pipeline.loss import Count, NonFiniteWarnings, divide_by
 from polyrhythm.types import Seconds, Worker
-
-_logger = logging.getLogger(__name__)
 
 
 class ReplicaCollectives:
@@ -126,7 +123,7 @@ class GradientSync:
         `name_step`: the current step and this worker, for a warning.
         """
         self._parameters, self._names, self._pop_divisor = parameters, names, pop_divisor
-        self._name_step, self._is_finite = name_step, True  # the last gradients of this worker
+        self._name_step, self._warnings = name_step, NonFiniteWarnings()
         self._tied = [parameters[index] for index in tied]
         self._control, self._comm_thread = replicas.control, replicas.comm_thread
         self.buckets: list[Bucket] = []
@@ -332,7 +329,8 @@ class GradientSync:
             self._control.all_reduce_flags(self._flags, 0).wait()
         else:
             self._used[-1], self._divisor[0] = bad, own_divisor
-            self._warn_if_not_finite(is_finite=not self._used[-1])
+            step, worker = self._name_step()  # with NCCL the host does not know of them
+            self._warnings.after(is_finite=not self._used[-1], step=step, worker=worker)
             self._control.all_reduce_flags(self._flags, 0).wait()
             bad, total = self._used[-1], self._divisor.item()
         for bucket in late:
@@ -357,15 +355,6 @@ class GradientSync:
             if is_used and isinstance(self.collectives, NcclCollectives):
                 shard.gradient.masked_fill_(flag, 0.0)
         self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(flag, torch.nan)
-
-    def _warn_if_not_finite(self, *, is_finite: bool) -> None:
-        """Warn of the first gradients that are not finite; with NCCL the host does not know."""
-        was_finite, self._is_finite = self._is_finite, is_finite
-        if was_finite and not is_finite:
-            _logger.warning(
-                "step %d: the gradients of %s are not finite: all replicas skip this step",
-                *self._name_step(),
-            )
 
     def _fill_missing(self, bucket: Bucket) -> None:
         """Fill the gradients that the bucket still lacks, once."""

@@ -11,6 +11,7 @@ graph of any tensor that it returns. Its gradient has the weight of its micro-ba
 known when the backward starts, on every stage.
 """
 
+import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
+
+_logger = logging.getLogger(__name__)
 
 Count = float | Tensor  # a tensor only on a GPU, where reading it would block the host
 IGNORE_INDEX = -100  # torch's default, and the label of padding in Hugging Face's datasets
@@ -110,6 +113,28 @@ def divide_by(divisor: Count, gradients: Iterable[Tensor]) -> None:
             wide = torch.promote_types(dtype, torch.float32)
             own = torch.as_tensor(factor, dtype=wide, device=device)
         torch._foreach_mul_(tensors, own)
+
+
+class NonFiniteWarnings:
+    """Warns of a worker's gradients that are not finite: the first, 10th, 100th step in a row."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0  # in a row
+
+    def after(self, *, is_finite: bool, step: int, worker: object) -> None:
+        """Record the gradients of a step."""
+        self._num_steps = 0 if is_finite else self._num_steps + 1
+        if self._num_steps == 1:
+            _logger.warning(
+                "step %d: the gradients of %s are not finite: all replicas skip this step",
+                *(step, worker),
+            )
+        elif self._num_steps and 10 ** (len(str(self._num_steps)) - 1) == self._num_steps:
+            _logger.warning(
+                "step %d: the gradients of %s are not finite for %d steps in a row: all replicas "
+                "skip them, and nothing is trained",
+                *(step, worker, self._num_steps),
+            )
 
 
 @dataclass(slots=True)
