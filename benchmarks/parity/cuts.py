@@ -103,7 +103,7 @@ class CutJob:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    losses: Tensor  # [step, pipeline], from the step on that was restored
+    losses: Tensor  # of all labels of each step, from the step on that was restored
     weights: dict[str, Tensor]
 
     def difference(self, expected: "Trained") -> float:
@@ -134,8 +134,8 @@ def measure(*, quick: bool) -> list[Fact]:
                 trainer_options=options,
             )
             found = train(job)
-            detail = f"{job.num_steps} steps, last loss {found.losses[-1].mean():.3f}"
-            expected = Trained(mean_losses(alone[0], num_pipelines), alone[1])
+            detail = f"{job.num_steps} steps, last loss {found.losses[-1]:.3f}"
+            expected = Trained(mean_losses(alone[0]), alone[1])
             facts.append(Fact(job.name, found.difference(expected), detail))
     return facts
 
@@ -165,9 +165,11 @@ def train(job: CutJob, *, restores: bool = False) -> Trained:
         with job.trainer() as trainer:
             if restores:
                 trainer.restore()
-            losses = trainer.fit(max_steps=job.num_steps).losses
+            steps = trainer.fit(max_steps=job.num_steps).steps
+            losses = [(info.loss or 0.0, info.num_labels) for info in steps]
             state = {k: v for k, v in trainer.model.state_dict().items() if v.is_floating_point()}
-            torch.save((losses, state), folder / f"{ctx.rank}.pt")
+            is_last = trainer.pipeline.is_last
+            torch.save((losses if is_last else [], state), folder / f"{ctx.rank}.pt")
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -175,9 +177,9 @@ def train(job: CutJob, *, restores: bool = False) -> Trained:
             if not local.wait(TIMEOUT):
                 raise TimeoutError(f"{job.name} takes longer than {TIMEOUT} s")
         found = [torch.load(folder / f"{rank}.pt") for rank in range(job.num_workers)]
-    losses = [of_worker for of_worker, _ in found if of_worker]  # of last stages
+    by_pipeline = [losses for losses, _ in found if losses]
     weights = {k: v for _, state in found[: job.num_stages] for k, v in state.items()}
-    return Trained(torch.tensor(losses, dtype=torch.float64).T, weights)
+    return Trained(mean_losses(list(zip(*by_pipeline, strict=True))), weights)
 
 
 def train_alone(
@@ -222,10 +224,9 @@ def train_alone(
     return steps, state
 
 
-def mean_losses(steps: Sequence[Sequence[tuple[float, int]]], num_pipelines: int) -> Tensor:
-    """Return the mean loss of each pipeline's micro-batches, by step."""
-    found = torch.tensor(steps, dtype=torch.float64)
-    means, counts = found.reshape(len(steps), num_pipelines, -1, 2).unbind(-1)
+def mean_losses(steps: Sequence[Sequence[tuple[float, float]]]) -> Tensor:
+    """Return the mean over all labels of each step, from means and counts of its parts."""
+    means, counts = torch.tensor(steps, dtype=torch.float64).unbind(-1)
     return (means * counts).sum(-1) / counts.sum(-1)
 
 

@@ -64,7 +64,7 @@ def _fact(model: CutModel, alone: tuple[Any, Any], before: Grid, after: Grid) ->
             raise AssertionError(f"{killed.name} was not killed")
         found = train(_job(model, after, options), restores=True)
     first = NUM_STEPS - len(found.losses)
-    expected = Trained(mean_losses(alone[0][first:], after[0]), alone[1])
+    expected = Trained(mean_losses(alone[0][first:]), alone[1])
     case = f"{killed.name}, then {after[0]}x{after[1]}"
     difference = found.difference(expected) if first else float("inf")
     return Fact(case, difference, f"killed after step {_KILL_STEP}, restored from step {first}")
