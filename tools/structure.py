@@ -22,7 +22,7 @@ CODE = (PACKAGE, *EVIDENCE, "tests", "examples", "tools")
 # Lines of the package, and with benchmarks and reproduction: what the tree had when it was
 # restructured, and what each feature since then may add. A feature that needs more says so here.
 _RESTRUCTURED = (44_800, 59_000)
-_FEATURES = {"the same result for any partition, sync mode and restart": (3_200, 5_800)}
+_FEATURES = {"the same result for any partition, sync mode and restart": (3_300, 5_800)}
 MAX_PACKAGE_LINES, MAX_TOTAL_LINES = (
     sum(lines) for lines in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)
 )

@@ -15,9 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.preemption import delay_interrupt
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.types import Worker
 from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, model, plan_of, run_job, samples, trainer
+from tests.gloo.transport_peers import wait_until
 
 STEP = 4  # in which the error is raised
 NUM_MICROBATCHES = BATCH // 2
@@ -189,3 +192,36 @@ def test_sharded_optimizer_is_not_saved_after_an_error(tmp_path: Path) -> None:
     for _, _, saved, fitted in run_stages_with(tmp_path, 1, 2):
         assert "shard of the optimizer's state" in saved or "is incomplete" in saved
         assert fitted.startswith("fit() after a failed fit(): ")
+
+
+@pytest.mark.parametrize(("num_stages", "num_pipelines"), [(2, 1), (1, 2)])
+def test_error_between_steps_ends_the_other_process_at_once(
+    tmp_path: Path, num_stages: int, num_pipelines: int
+) -> None:
+    """The process with the error stays alive, and would be waited for until the timeout."""
+    plan, has_ended = plan_of(num_stages, num_pipelines), tmp_path / "the other has ended"
+
+    def work(ctx: DistContext | None) -> tuple[str, int]:
+        def fail_on_first(info: StepInfo) -> None:
+            if made.worker == Worker(0, 0) and info.step == STEP:
+                fail()
+
+        run_dir, failed = tmp_path / "run", ""
+        with trainer(plan, run_dir=run_dir, callbacks=[fail_on_first], timeout=60.0) as made:
+            try:
+                made.fit(max_steps=NUM_STEPS)
+            except Exception as error:
+                failed = f"{type(error).__name__}: {error}"
+            if made.worker == Worker(0, 0):
+                wait_until(has_ended.exists, "the error of the other process")
+            has_ended.touch()
+            if num_stages > 1:
+                made.save()
+            return failed, made.global_step
+
+    (first, step), (second, _) = run_job(2, work, tmp_path / "job")
+    assert (first, step) == ("ValueError: an odd sample", STEP + 1)
+    assert second.startswith("PeerError: lost ")
+    if num_stages > 1:
+        with trainer(plan_of(1, 1), run_dir=tmp_path / "run") as made:
+            assert made.restore() == STEP + 1

@@ -42,7 +42,7 @@ class CommThread:
     """Runs functions one after the other; aborts `groups`, in which they wait, at exit."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], *, timeout: Seconds) -> None:
-        self._timeout = timeout
+        self._timeout, self._groups = timeout, groups
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=_run_jobs, args=(self._jobs,), name="decoupled", daemon=True
@@ -64,6 +64,12 @@ class CommThread:
         return work
 
     def close(self) -> None:
+        self._end()
+
+    def abort(self) -> None:
+        """End after a failure: what waits in the groups, here and on peers, fails at once."""
+        for group in self._groups:
+            abort(group)
         self._end()
 
 

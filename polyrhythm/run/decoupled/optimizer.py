@@ -326,18 +326,32 @@ class DistributedOptimizer(Optimizer):
         try:
             self.synchronize()
         finally:
-            self._forward.remove()
-            for hook in self._hooks:
-                hook.remove()
-            for parameter in self._parameters:
-                if not has_gradient(parameter):
-                    parameter.grad = None
-            if self._stage is not None:
-                self._stage.set_accumulation_context(contextlib.nullcontext)
-                self._stage.defer_division(False)
+            self._detach()
             if self._background is not None:
                 self._background.thread.close()
             self._collectives.comm_thread.close()
+
+    def abort(self) -> None:
+        """End after a failure, without waiting for other workers: their next wait for this fails.
+
+        Parameters and gradients may be those of different steps.
+        """
+        self._detach()
+        self._collectives.comm_thread.abort()
+        if self._background is not None:  # a checkpoint that is being saved may still need it
+            self._background.thread.close()
+
+    def _detach(self) -> None:
+        """Remove what this object has added to the model and its parameters."""
+        self._forward.remove()
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters:
+            if not has_gradient(parameter):
+                parameter.grad = None
+        if self._stage is not None:
+            self._stage.set_accumulation_context(contextlib.nullcontext)
+            self._stage.defer_division(False)
 
     def __getstate__(self) -> dict[str, Any]:
         raise PolicyError(

@@ -580,6 +580,12 @@ class Pipeline:
         finally:
             self._release()
 
+    def abort(self, reason: str) -> None:
+        """After an error between steps: refuse further ones, and wake the other stages at once."""
+        if self._connections is not None:
+            self._failure = self._failure or reason
+            self._connections.abort()
+
     def __enter__(self) -> Self:
         return self
 

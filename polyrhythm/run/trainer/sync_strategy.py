@@ -152,6 +152,9 @@ class DecoupledStrategy(NoSync):
         self._wait_for_state()  # the first pipeline needs what this one sends
         self._distributed.close()
 
+    def abort(self) -> None:
+        self._distributed.abort()
+
     def _wait_for_state(self) -> None:
         if self._state_future is not None:
             wait([self._state_future])

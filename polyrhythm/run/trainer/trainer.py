@@ -314,6 +314,14 @@ class Trainer:
             if manifest.is_finite is False and self.worker == LEADER:
                 warnings.warn(f"the weights of {path} are not finite", stacklevel=2)
             dataset_state = progress.restore(manifest)
+            has_schedule = self._config.lr_scheduler_fn is not None
+            if has_schedule != (progress.lr_state is not None) and self.worker == LEADER:
+                _logger.warning(
+                    "the checkpoint of step %d was saved %s lr_scheduler_fn, and this Trainer has "
+                    "%s: learning rates do not continue as before",
+                    manifest.step,
+                    *(("without an", "one") if has_schedule else ("with an", "none")),
+                )
             if restart_data:
                 progress.sampler_state = SamplerState()
             elif dataset_state is not None:
@@ -477,6 +485,7 @@ class Trainer:
             fit_loop.run()
         except BaseException as error:
             self._failure = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            self.pipeline.abort(f"a failed fit(): {self._failure}")
             raise
         finally:
             self._is_fitting = False
