@@ -85,7 +85,7 @@ class ExplicitSchedule:
                 f"a schedule of {len(self.actions)} stages and {self._num_microbatches} "
                 f"micro-batches for {num_stages} and {num_microbatches}",
                 expected="as many of both as it was written for",
-                fix=f"use num_microbatches={self._num_microbatches}, or a schedule by name",
+                fix=f"use n_microbatches={self._num_microbatches}, or a schedule by name",
             )
         return [list(actions) for actions in self.actions]
 

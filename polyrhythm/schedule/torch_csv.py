@@ -31,6 +31,12 @@ def to_csv(schedule: Schedule) -> str:
 
 def from_csv(text: str) -> Schedule:
     """Return the schedule in `text` after checking it: complete, in order, free of deadlock."""
+    if text.strip().endswith(".csv"):
+        raise ScheduleError(
+            f"the path {text.strip()} as a schedule",
+            expected="the text of the file",
+            fix=f"from_csv(Path({text.strip()!r}).read_text())",
+        )
     rows = list(csv.reader(io.StringIO(text.rstrip())))
     if not rows:
         raise ScheduleError(
