@@ -2,7 +2,7 @@
 
 A worker trains a model of one parameter with the Trainer, run folder and all. At the same time a
 coordinator with its decision log serves two clients that do nothing but send and answer the
-messages of a step; the memory of all four processes is measured. Each makes 100,000 steps, or as many as fit
+messages of a step; the memory of all four is measured. Each makes 100,000 steps, or as many as fit
 into the time. `fit` keeps the last 100 steps here instead of 1000, so that they are there before
 the measurement. Growth is that of RssAnon, after a garbage collection and malloc_trim, from a fifth
 of the steps to the end, but not before step 2000: until then pools of the allocators fill. It is
