@@ -13,10 +13,11 @@ model says which outputs of which stages it takes.
 import difflib
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.plan.plan import PipelinePlan, Plan, even_plan
+from polyrhythm.run.pipeline.find_split import (
+    Example,
+    enclosing,
+    find_split,
+    is_layer_list,
+)
 from polyrhythm.run.pipeline.options import TiedNames
 from polyrhythm.run.pipeline.stage_modules import (
     ExitLayer,
@@ -459,13 +466,15 @@ def split_layers(
             layers=layers,
             own_layers=ranges[stage],
             absent={name for name, stages in stages_by_name.items() if stage not in stages},
-            inner={outer for name in (layers, *listed) for outer in _outer(name)},
+            inner={outer for name in (layers, *listed) for outer in enclosing(name)},
         ),
         is_last=stage == num_stages - 1,
     )
     holders = {
         name: next(
-            stages_by_name[inside] for inside in (name, *_outer(name)) if inside in stages_by_name
+            stages_by_name[inside]
+            for inside in (name, *enclosing(name))
+            if inside in stages_by_name
         )
         for name, _ in model.named_parameters(remove_duplicate=False)
     }
@@ -585,7 +594,7 @@ def _check_not_overwritten(model: nn.Sequential, extra: Mapping[int, Sequence[in
 def _check_lists(model: nn.Module, *, layers: str, **lists: Sequence[str]) -> dict[str, str]:
     """Map every listed name to the option that lists it."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    if layers not in modules or not _is_list(modules[layers]):
+    if layers not in modules or not is_layer_list(modules[layers]):
         _raise_layers_error(layers, modules)
     known = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
     listed: dict[str, str] = {}
@@ -602,7 +611,7 @@ def _check_lists(model: nn.Module, *, layers: str, **lists: Sequence[str]) -> di
                     fix=f"nearest names: {', '.join(_nearest(name, known)[:4])}",
                 )
             for other in (layers, *listed):
-                if name == other or name in _outer(other) or other in _outer(name):
+                if name == other or name in enclosing(other) or other in enclosing(name):
                     raise PlanError(
                         f"{option}: {name!r} overlaps with {other!r} in "
                         f"{listed.get(other, 'layers')}",
@@ -614,7 +623,9 @@ def _check_lists(model: nn.Module, *, layers: str, **lists: Sequence[str]) -> di
 
 
 def _raise_layers_error(layers: str, modules: Mapping[str, nn.Module]) -> NoReturn:
-    lists = {name: len(module._modules) for name, module in modules.items() if _is_list(module)}
+    lists = {
+        name: len(module._modules) for name, module in modules.items() if is_layer_list(module)
+    }
     shown = [f"{name} ({lists[name]})" for name in _nearest(layers, lists)]
     more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
     kind = f"is a {type(modules[layers]).__name__}" if layers in modules else "does not exist"
@@ -629,10 +640,10 @@ def _raise_layers_error(layers: str, modules: Mapping[str, nn.Module]) -> NoRetu
 
 def _check_all_assigned(model: nn.Module, listed: set[str]) -> None:
     """Refuse parameters that are inside no listed module."""
-    inner = {outer for name in listed for outer in _outer(name)}
+    inner = {outer for name in listed for outer in enclosing(name)}
     unassigned: dict[str, None] = {}  # in the model's order
     for name, _ in model.named_parameters():
-        path = [*reversed(_outer(name)), name]
+        path = [*reversed(enclosing(name)), name]
         if not listed & set(path):
             unassigned[next(outer for outer in path if outer not in inner)] = None
     if unassigned:
@@ -645,44 +656,57 @@ def _check_all_assigned(model: nn.Module, listed: set[str]) -> None:
         )
 
 
-def _is_list(module: nn.Module) -> bool:
-    if isinstance(module, nn.ModuleDict):  # some models key layers by number, to keep their names
-        return len(module) > 0 and all(key.isdecimal() for key in module)
-    return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
-def _outer(name: str) -> list[str]:
-    """Return the enclosing modules, innermost first: "a.b" and "a" for "a.b.c"."""
-    outer = []
-    while "." in name:
-        name = name.rpartition(".")[0]
-        outer.append(name)
-    return outer
-
-
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
     return sorted(known, key=lambda other: -difflib.SequenceMatcher(None, name, other).ratio())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSplit:
-    """Arguments of `Pipeline.from_layers`; without `layers`, a Sequential is split by layer."""
+    """Arguments of `Pipeline.from_layers`; what is not named is found.
+
+    Without `layers`, a Sequential is split by layer, and any other model as `find_split` finds.
+    """
 
     layers: str | None = None
     prologue: Sequence[str] = ()
     every: Sequence[str] = ()
     epilogue: Sequence[str] = ()
+    # Found, seldom named: (0, 3) if layer 3 takes more from layer 0 than the hidden state.
+    together: Sequence[tuple[int, int]] = ()
+
+    def found(self, model: nn.Module, example: Example | None = None) -> "LayerSplit":
+        """Return this split with all parts named; a PlanError says why a model has none.
+
+        Runs the model once, on the example if one is given, and remembers the result with the
+        model. Stages of a Sequential have no names.
+        """
+        if self.layers is not None or isinstance(model, nn.Sequential):
+            return self
+        if model not in _found_splits:
+            if self.prologue or self.every or self.epilogue:
+                raise PlanError(
+                    "a split with `prologue`, `every` or `epilogue`, and no `layers`",
+                    expected="all parts named, or none",
+                    fix='add the list, as in layers="model.layers", or use LayerSplit()',
+                )
+            _found_splits[model] = LayerSplit(**asdict(find_split(model, example)))
+        return _found_splits[model]
 
     def num_layers(self, model: nn.Module) -> int:
         """Return the number of layers to split between; 1 for a model that cannot be split."""
-        if self.layers is not None:
-            layer_list = dict(model.named_modules(remove_duplicate=False)).get(self.layers)
-            # `extract_stage` raises if there is no such list.
-            return len(layer_list._modules) if layer_list is not None else 1
-        return len(model._modules) if isinstance(model, nn.Sequential) else 1
+        try:
+            layers = self.found(model).layers
+        except PlanError:  # `check` raises it for a plan of several stages
+            return 1
+        # The model itself is a Sequential if no list is named.
+        layer_list = dict(model.named_modules(remove_duplicate=False)).get(layers or "")
+        # `extract_stage` raises if there is no such list.
+        return len(layer_list._modules) if layer_list is not None else 1
 
     def check(self, model: nn.Module, layers_per_stage: Sequence[int]) -> None:
-        """Reject a stage without parameters; raises PlanError in all processes."""
+        """Reject a model that cannot be split, or a stage without parameters, in all processes."""
+        if len(layers_per_stage) > 1:
+            self.found(model)._check_together(layers_per_stage)
         if self.layers is not None or not isinstance(model, nn.Sequential):
             return
         layers, bounds = list(model._modules.values()), [0, *accumulate(layers_per_stage)]
@@ -696,33 +720,46 @@ class LayerSplit:
                     fix="use fewer stages, or another layers_per_stage in the plan",
                 )
 
+    def _check_together(self, layers_per_stage: Sequence[int]) -> None:
+        for bound in list(accumulate(layers_per_stage))[:-1]:
+            for first, last in self.together:
+                if first < bound <= last:
+                    raise PlanError(
+                        f"layers_per_stage={list(layers_per_stage)}: the layers after layer "
+                        f"{bound - 1} take more from layer {first} than the hidden state, such as "
+                        "keys and values",
+                        expected=f"no boundary of stages from layer {first} to layer {last}",
+                        fix="use other layers_per_stage in the plan, or one stage and several "
+                        "pipelines",
+                    )
+
     def extract_stage(
         self, model: nn.Module, stage: int, layers_per_stage: Sequence[int]
     ) -> ModelPartition:
         """Return one stage of the model; parameters keep their names."""
         num_stages = len(layers_per_stage)
-        if self.layers is not None:  # also for one stage, for the same arguments of the loss
+        if self.layers is None and num_stages == 1:
+            return as_partition(model, 0, 1)
+        split = self.found(model)
+        split._check_together(layers_per_stage)
+        if split.layers is not None:  # also for one stage, for the same arguments of the loss
             return split_layers(
                 model,
                 stage=stage,
                 num_stages=num_stages,
-                layers=self.layers,
-                prologue=self.prologue,
-                every=self.every,
-                epilogue=self.epilogue,
+                layers=split.layers,
+                prologue=split.prologue,
+                every=split.every,
+                epilogue=split.epilogue,
                 layers_per_stage=layers_per_stage,
             )
-        if num_stages == 1:
-            return as_partition(model, 0, 1)
-        if isinstance(model, nn.Sequential):
-            return split_sequential(
-                model, stage=stage, num_stages=num_stages, layers_per_stage=layers_per_stage
-            )
-        raise PlanError(
-            f"a {type(model).__name__} for a plan of {num_stages} stages",
-            expected="a model that can be split: an nn.Sequential, or one with a list of layers",
-            fix='name the list, LayerSplit(layers="model.layers"), or use a plan of one stage',
+        assert isinstance(model, nn.Sequential), "others have a list of layers"
+        return split_sequential(
+            model, stage=stage, num_stages=num_stages, layers_per_stage=layers_per_stage
         )
+
+
+_found_splits: "WeakKeyDictionary[nn.Module, LayerSplit]" = WeakKeyDictionary()
 
 
 def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:

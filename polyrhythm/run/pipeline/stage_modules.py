@@ -121,7 +121,7 @@ class StageForward:
         ):
             missing = self.own_layers.start if self.is_last else self.own_layers.stop
             raise _call_order_error(f"the forward ended without a call of layer {missing}")
-        return _first_tensor(output)
+        return first_tensor(output)
 
     def record_call(self, index: int | str) -> None:
         if index != self.num_called:
@@ -171,16 +171,25 @@ class _AbsentModule(_StageRole):
 
 
 class _PlaceholderModule(_AbsentModule):
-    """A module of the first or the last stage: returns nan in the shape of the hidden state."""
+    """A module of the first or the last stage: returns nan in the shape of the hidden state.
+
+    An embedding and a projection of embeddings return their own shape: some models stack several
+    streams of them into one hidden state.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self._stage_forward.hidden is None:
+        hidden = self._stage_forward.hidden
+        if hidden is None:
             raise PlanError(
                 f"{self._position} is used before the layers, but listed in `epilogue`",
                 expected="an epilogue that is used only after the layers",
                 fix=f"move {self._position} to `prologue`, or to `every` if also used after them",
             )
-        return _nan_like(self._stage_forward.hidden)
+        if isinstance(self, nn.Embedding) and args:
+            return hidden.new_full((*args[0].shape, self.embedding_dim), math.nan)
+        if isinstance(self, nn.Linear) and args and args[0].shape[-1] == self.in_features:
+            return hidden.new_full((*args[0].shape[:-1], self.out_features), math.nan)
+        return _nan_like(hidden)
 
 
 class _EarlierLayer(_AbsentModule):
@@ -211,7 +220,7 @@ class _EntryLayer(_StageRole):
         if args:
             args = (stage_forward.hidden, *args[1:])
         else:
-            kwargs[_first_parameter(self)] = stage_forward.hidden
+            kwargs[first_parameter(self)] = stage_forward.hidden
         return super().__call__(*args, **kwargs)
 
 
@@ -364,12 +373,13 @@ def _nan_like(hidden: Tensor) -> Tensor:
     return torch.full_like(hidden, math.nan, requires_grad=False)
 
 
-def _first_parameter(layer: Any) -> str:
+def first_parameter(layer: Any) -> str:
+    """Return the name of the argument that is a layer's hidden state."""
     return next(iter(inspect.signature(layer.forward).parameters))
 
 
 def _hidden_of(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    hidden = args[0] if args else kwargs.get(_first_parameter(layer))
+    hidden = args[0] if args else kwargs.get(first_parameter(layer))
     if isinstance(hidden, Tensor):
         return hidden
     raise PlanError(
@@ -379,7 +389,7 @@ def _hidden_of(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     )
 
 
-def _first_tensor(output: Any) -> Tensor:
+def first_tensor(output: Any) -> Tensor:
     """Return the logits, or else the first tensor, of a model's output."""
     if isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else tuple(output.values())

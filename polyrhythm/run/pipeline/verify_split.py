@@ -1,0 +1,159 @@
+"""Verify a split: all stages in this process, one after the other, against the whole model.
+
+A split that names a module in the wrong place, or that cannot be right since layers share more than
+the hidden state, gives other outputs or gradients. Both are compared on one example before training
+starts, so no run trains a model other than the one it was given.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.errors import PlanError
+from polyrhythm.run.pipeline.find_split import Example, unchanged
+from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition
+from polyrhythm.run.pipeline.stage_modules import first_tensor, later_stage_keywords
+
+_FIX = "name the parts, split=LayerSplit(layers=..., prologue=[...], every=[...], epilogue=[...]), "
+_FIX += "or use one stage and several pipelines"
+_TOLERANCE = 1e-5  # of the largest value
+_NEGLIGIBLE = 1e-6  # some gradients are rounding errors of 0: those of biases of keys
+
+
+def verify_split(
+    model: nn.Module, split: LayerSplit, layers_per_stage: Sequence[int], example: Example
+) -> float:
+    """Compare output and gradients of all stages with the whole model; return the difference.
+
+    The difference is relative to the largest value of each tensor. A PlanError says what differs.
+    Costs two forwards and two backwards of the whole model on the example, wherever the model is,
+    and the memory of one gradient more than a step; needs no other process. In eval mode, since
+    stages draw other random numbers. Leaves mode, gradients, buffers and random states as they
+    were. A model on the meta device has no values: only its call order is verified.
+    """
+    args, kwargs = example
+    with unchanged(model), torch.enable_grad():
+        model.eval()
+        num_stages = len(layers_per_stage)
+        parts = [split.extract_stage(model, s, layers_per_stage) for s in range(num_stages)]
+        torch.manual_seed(0)
+        output, gradients = _of_whole(model, args, kwargs)
+        try:
+            found, found_gradients = _of_stages(parts, args, kwargs, like=output)
+        except PlanError:
+            raise
+        except Exception as error:  # layers that miss what another stage has may raise anything
+            raise _difference_error(
+                f"a stage raised {type(error).__name__}: {error}", len(parts)
+            ) from error
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return _compare(output, found, gradients, found_gradients, names, len(parts))
+
+
+def _weight_like(output: Tensor) -> Tensor:
+    """Return a gradient of the output in which no two samples or classes are alike."""
+    count = torch.arange(output.numel(), device=output.device, dtype=torch.float64)
+    return count.sin().reshape(output.shape).to(output.dtype)
+
+
+def _of_whole(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    if "use_cache" in kwargs or hasattr(getattr(model, "config", None), "use_cache"):
+        kwargs = {**kwargs, "use_cache": False}
+    output = first_tensor(model(*args, **kwargs))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return output.detach(), _gradients(output, parameters, _weight_like(output))
+
+
+def _gradients(
+    output: Any, inputs: Sequence[Tensor], weight: Tensor | Sequence[Tensor]
+) -> dict[Any, Tensor]:
+    """Differentiate without touching `.grad`; inputs that the output does not use are left out."""
+    found = torch.autograd.grad(output, inputs, weight, allow_unused=True)
+    return {x: g for x, g in zip(inputs, found, strict=True) if g is not None}
+
+
+def _of_stages(
+    parts: Sequence[ModelPartition], args: Sequence[Any], kwargs: Mapping[str, Any], like: Tensor
+) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    """Run the stages; their gradients are summed where several hold a parameter."""
+    inputs: list[list[Tensor]] = []
+    outputs: list[Tensor] = []
+    given, keywords = tuple(args), dict(kwargs)
+    for stage, part in enumerate(parts):
+        torch.manual_seed(0)
+        inputs.append([x for x in given if stage])
+        output = part.module(*given, **keywords)
+        outputs.append(output)
+        if stage == 0:
+            keywords = later_stage_keywords(part.module, args, kwargs)
+        given = (output.detach().requires_grad_(),)
+    total: dict[nn.Parameter, Tensor] = {}
+    weight = _weight_like(like)
+    for stage, part in reversed(list(enumerate(parts))):
+        parameters = [p for p in part.module.parameters() if p.requires_grad]
+        found = _gradients(outputs[stage], [*parameters, *inputs[stage]], weight)
+        for parameter in parameters:
+            if parameter in found:
+                previous = total.get(parameter)
+                gradient = found[parameter]
+                total[parameter] = gradient if previous is None else previous + gradient
+        if stage:
+            (hidden,) = inputs[stage]
+            weight = found.get(hidden, torch.zeros_like(hidden))
+    return outputs[-1].detach(), total
+
+
+def _compare(
+    output: Tensor,
+    found: Tensor,
+    gradients: Mapping[nn.Parameter, Tensor],
+    found_gradients: Mapping[nn.Parameter, Tensor],
+    names: Mapping[nn.Parameter, str],
+    num_stages: int,
+) -> float:
+    if output.is_meta:
+        return 0.0
+    worst = _difference(output, found, 0.0)
+    if not worst <= _tolerance(output):
+        raise _difference_error(
+            f"the output differs by {worst:.2g} of its largest value", num_stages
+        )
+    largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    for parameter, name in names.items():
+        if parameter not in gradients and parameter not in found_gradients:
+            continue
+        zeros = torch.zeros_like(parameter)
+        expected, actual = gradients.get(parameter, zeros), found_gradients.get(parameter, zeros)
+        difference = _difference(expected, actual, _NEGLIGIBLE * largest)
+        if not difference <= _tolerance(parameter):
+            raise _difference_error(
+                f"the gradient of {name} differs by {difference:.2g} of its largest value",
+                num_stages,
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _difference(expected: Tensor, found: Tensor, least: float) -> float:
+    if expected.shape != found.shape:
+        return float("inf")
+    if not expected.numel() or torch.equal(expected, found):
+        return 0.0
+    return float((expected - found).abs().max()) / max(float(expected.abs().max()), least, 1e-300)
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Return the largest difference that another order of a sum explains."""
+    return max(_TOLERANCE, 4 * torch.finfo(tensor.dtype).eps)
+
+
+def _difference_error(problem: str, num_stages: int) -> PlanError:
+    return PlanError(
+        f"the model split into {num_stages} stages is not the whole model: {problem}",
+        expected="the same output and gradients on one example",
+        fix=_FIX,
+    )
