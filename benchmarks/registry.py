@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # not needed to print the names
 
 
 BENCHMARKS = {  # each is the module benchmarks.NAME.bench
+    "architectures": "splits of transformers' models, found without names, against the whole model",
     "average": "averages over kept pairs of workers against process groups",
     "converge": "loss over time and samples: group averages against all-reduce",
     "decoupled": "reduce-scatter and all-gather apart (DeAR) against DDP and FSDP2 on slow links",

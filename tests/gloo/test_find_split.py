@@ -69,6 +69,7 @@ def test_parts_of_a_plain_model_are_found_by_use(tmp_path: Path) -> None:
         assert verify_split(model, split, [1, 3], example()) < 1e-6
         # Skips from the embedding are recomputed from the tokens, which every stage has.
         skipping = Layered(oddity="embedding")
+        skipping.embed.requires_grad_(False)  # frozen: flows are found all the same
         split = LayerSplit().found(skipping, example())
         assert {"embed", "norms.first"} <= set(split.every)
         assert verify_split(skipping, split, [1, 1, 2], example()) < 1e-6
@@ -150,6 +151,9 @@ def test_models_of_transformers_split_without_names(tmp_path: Path) -> None:
             ),
         ]:
             assert LayerSplit().num_layers(model) == 4
+            whole = LayerSplit().extract_stage(model, 0, [4])
+            assert whole.module is model
+            assert len(whole.layers) == 4, "dropout does not depend on the number of stages"
             split = LayerSplit().found(model)
             assert not split.every
             assert verify_split(model, LayerSplit(), [1, 2, 1], ((), inputs)) < 1e-6

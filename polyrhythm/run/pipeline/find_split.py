@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from polyrhythm.errors import PlanError
@@ -48,9 +49,27 @@ def find_split(model: nn.Module, example: Example | None = None) -> SplitNames:
     Runs two forwards in eval mode, on a few tokens or one image if no example is given, and leaves
     the model as it was: its mode, gradients, buffers and the random states.
     """
-    args, kwargs = _example_of(model) if example is None else example
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        kwargs = {**kwargs, "use_cache": False}
+    try:
+        args, kwargs = _example_of(model) if example is None else example
+        return _find(model, args, without_cache(model, kwargs))
+    except PlanError:
+        raise
+    except Exception as error:  # the user's modules may raise anything
+        raise PlanError(
+            f"the split of {type(model).__name__} is not known: its forward on an example raised "
+            f"{type(error).__name__}: {error}",
+            expected="a forward that runs on one micro-batch",
+            fix=_FIX,
+        ) from error
+
+
+def _find(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SplitNames:
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise PlanError(
+            f"the split of {type(model).__name__} is not known: its parameters are sharded",
+            expected="a whole model, whose stages are sharded after the split",
+            fix=_FIX,
+        )
     with unchanged(model), torch.enable_grad():
         model.eval()
         trace = _trace_calls(model, args, kwargs)
@@ -58,9 +77,15 @@ def find_split(model: nn.Module, example: Example | None = None) -> SplitNames:
         _check_order(layers, model.get_submodule(layers), trace)
         flow = _Flow(model, layers)
         with flow.recorded():
-            output = _call(model, args, kwargs)
+            output = model(*args, **kwargs)
         flow.end(output)
     return _assign(model, layers, trace, flow)
+
+
+def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Add use_cache=False where a model takes it: layers would fill a cache that outlives them."""
+    takes_it = "use_cache" in inspect.signature(model.forward).parameters
+    return {**kwargs, "use_cache": False} if takes_it else dict(kwargs)
 
 
 def _planned_layers(model: nn.Module) -> str | None:
@@ -118,18 +143,6 @@ def _example_of(model: nn.Module) -> Example:
     )
 
 
-def _call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    try:
-        return model(*args, **kwargs)
-    except Exception as error:  # the user's model may raise anything
-        raise PlanError(
-            f"the split of {type(model).__name__} is not known: its forward on an example raised "
-            f"{type(error).__name__}: {error}",
-            expected="a forward that runs on one micro-batch",
-            fix=_FIX,
-        ) from error
-
-
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the modes, parameters, buffers and attributes of a model, and the random states."""
@@ -178,7 +191,7 @@ def _trace_calls(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
     hooks += [module.register_forward_hook(end) for module in model.modules()]
     try:
         with torch.no_grad():
-            _call(model, args, kwargs)
+            model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()

@@ -739,7 +739,7 @@ class LayerSplit:
         """Return one stage of the model; parameters keep their names."""
         num_stages = len(layers_per_stage)
         if self.layers is None and num_stages == 1:
-            return as_partition(model, 0, 1)
+            return self._whole(model)
         split = self.found(model)
         split._check_together(layers_per_stage)
         if split.layers is not None:  # also for one stage, for the same arguments of the loss
@@ -757,6 +757,19 @@ class LayerSplit:
         return split_sequential(
             model, stage=stage, num_stages=num_stages, layers_per_stage=layers_per_stage
         )
+
+    def _whole(self, model: nn.Module) -> ModelPartition:
+        """Return the model as one stage, with the random streams of the layers that it has."""
+        partition = as_partition(model, 0, 1)
+        try:
+            layers = self.found(model).layers
+        except PlanError:  # it needs no split
+            return partition
+        if layers is None:
+            return partition
+        layer_list = model.get_submodule(layers)
+        own = range(len(layer_list._modules))
+        return replace(partition, layers=_streamed(layer_list, layer_list, own))
 
 
 _found_splits: "WeakKeyDictionary[nn.Module, LayerSplit]" = WeakKeyDictionary()

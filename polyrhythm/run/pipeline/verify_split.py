@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.pipeline.find_split import Example, unchanged
+from polyrhythm.run.pipeline.find_split import Example, unchanged, without_cache
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition
 from polyrhythm.run.pipeline.stage_modules import first_tensor, later_stage_keywords
 
@@ -34,22 +34,22 @@ def verify_split(
     were. A model on the meta device has no values: only its call order is verified.
     """
     args, kwargs = example
+    num_stages = len(layers_per_stage)
     with unchanged(model), torch.enable_grad():
         model.eval()
-        num_stages = len(layers_per_stage)
         parts = [split.extract_stage(model, s, layers_per_stage) for s in range(num_stages)]
         torch.manual_seed(0)
-        output, gradients = _of_whole(model, args, kwargs)
+        output, gradients = _of_whole(model, args, without_cache(model, kwargs))
         try:
             found, found_gradients = _of_stages(parts, args, kwargs, like=output)
         except PlanError:
             raise
         except Exception as error:  # layers that miss what another stage has may raise anything
             raise _difference_error(
-                f"a stage raised {type(error).__name__}: {error}", len(parts)
+                f"a stage raised {type(error).__name__}: {error}", num_stages
             ) from error
         names = {parameter: name for name, parameter in model.named_parameters()}
-        return _compare(output, found, gradients, found_gradients, names, len(parts))
+        return _compare(output, found, gradients, found_gradients, names, num_stages)
 
 
 def _weight_like(output: Tensor) -> Tensor:
@@ -61,17 +61,15 @@ def _weight_like(output: Tensor) -> Tensor:
 def _of_whole(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    if "use_cache" in kwargs or hasattr(getattr(model, "config", None), "use_cache"):
-        kwargs = {**kwargs, "use_cache": False}
     output = first_tensor(model(*args, **kwargs))
     parameters = [p for p in model.parameters() if p.requires_grad]
     return output.detach(), _gradients(output, parameters, _weight_like(output))
 
 
-def _gradients(
-    output: Any, inputs: Sequence[Tensor], weight: Tensor | Sequence[Tensor]
-) -> dict[Any, Tensor]:
+def _gradients(output: Tensor, inputs: Sequence[Tensor], weight: Tensor) -> dict[Any, Tensor]:
     """Differentiate without touching `.grad`; inputs that the output does not use are left out."""
+    if not inputs or not output.requires_grad:  # frozen
+        return {}
     found = torch.autograd.grad(output, inputs, weight, allow_unused=True)
     return {x: g for x, g in zip(inputs, found, strict=True) if g is not None}
 

@@ -1,0 +1,1 @@
+"""Which architectures of transformers split into stages without a name given."""
