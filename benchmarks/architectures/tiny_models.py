@@ -67,6 +67,7 @@ _SIZES: Mapping[str, Any] = {
 }
 # Dropout and noise differ between runs.
 _OFF = ("dropout", "pdrop", "jitter", "layerdrop")
+_TOWER = {"hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "CohereCompassTextConfig": {
@@ -76,6 +77,10 @@ _SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "Gemma3nTextConfig": {
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2,
         "num_kv_shared_layers": 1,
+    },
+    "Phi4MultimodalConfig": {
+        "vision_config": {**_TOWER, "num_hidden_layers": 2},
+        "audio_config": {**_TOWER, "num_blocks": 2, "ext_pw_out_channel": 32},
     },
     "GPTNeoConfig": {"attention_types": [[["global", "local"], 2]], "window_size": 3},
     "OPTConfig": {"word_embed_proj_dim": 24},

@@ -113,6 +113,8 @@ def test_wrong_splits_are_refused_with_the_reason(tmp_path: Path) -> None:
             model = Layered(oddity=oddity)
             with pytest.raises(PlanError, match=reason):
                 verify_split(model, LayerSplit().found(model, example()), [2, 2], example())
+        model = Layered(oddity="first layer")
+        assert LayerSplit().found(model, example()).together == ((0, 3),)
         with pytest.raises(PlanError, match=r"example.*\n.*\n.*split=LayerSplit"):
             LayerSplit().check(Layered(), [2, 2])
         assert LayerSplit().num_layers(Layered()) == 1

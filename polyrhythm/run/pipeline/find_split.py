@@ -12,15 +12,16 @@ masks that depend on data run, too. Only attributes of transformers' models are 
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from polyrhythm.errors import PlanError
 from polyrhythm.run.pipeline.stage_modules import first_parameter, first_tensor
@@ -252,6 +253,27 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+class _Watched(Tensor):
+    """A tensor that reports its use; to be passed on is no use."""
+
+    @staticmethod
+    def watch(value: Tensor, report: Callable[[], None]) -> "_Watched":
+        watched = value.as_subclass(_Watched)
+        vars(watched).update(plain=value, report=report)
+        return watched
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        def plain(watched: _Watched) -> Any:
+            vars(watched)["report"]()
+            return vars(watched)["plain"]
+
+        args, kwargs = tree_map_only(_Watched, plain, (args, dict(kwargs or {})))
+        return func(*args, **kwargs or {})
+
+
 class _Flow:
     """Which parameters the inputs of each layer depend on, but through earlier layers' inputs.
 
@@ -264,12 +286,9 @@ class _Flow:
         self._leaves: list[Tensor] = []  # kept, so that ids stay theirs
         self._hidden: dict[int, int] = {}  # the layer of a leaf that replaces its hidden state
         self.needed: list[set[str]] = []  # parameters by layer; the last: after all layers
-        # A layer and a later one that takes more from it than the hidden state; one more than the
-        # last layer: the code after the layers.
+        # A layer, and a later one that takes more from it than the hidden state.
         self.together: set[tuple[int, int]] = set()
-        self._others: dict[
-            int, int
-        ] = {}  # layers by the id of an output that is not the hidden state
+        self._watched: dict[int, _Watched] = {}  # by the id of an output of a layer
         self._layer_names = layers
         seen: dict[nn.Module, dict[str, Tensor]] = {}
         for path, module in list(model.named_modules(remove_duplicate=False)):
@@ -296,33 +315,43 @@ class _Flow:
                 hook.remove()
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        index = len(self.needed)
+        self.needed.append(set())
         name = first_parameter(layer)
         hidden = args[0] if args else kwargs.get(name)
-        others = tree_leaves((args[1:], {k: v for k, v in kwargs.items() if k != name}))
-        self.needed.append(self._reached([hidden], index, index - 1))
-        self.needed[-1] |= self._reached(others, index, index)
-        given = (self._others.get(id(value)) for value in others)  # also numbers without gradient
-        self.together |= {(source, index) for source in given if source is not None}
+        others = args[1:], {key: value for key, value in kwargs.items() if key != name}
+        self.needed[-1] |= self._reached([hidden]) | self._reached(tree_leaves(others), alone=False)
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             return None
         leaf = hidden.detach().requires_grad_()
-        self._hidden[id(leaf)] = index
+        self._hidden[id(leaf)] = len(self.needed) - 1
         self._leaves.append(leaf)
-        return ((leaf, *args[1:]), kwargs) if args else (args, {**kwargs, name: leaf})
+        more, named = tree_map_only(Tensor, lambda x: self._watched.get(id(x), x), others)
+        return ((leaf, *more), named) if args else ((), {**named, name: leaf})
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
-        values = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
-        self._leaves += values
-        self._others |= {id(value): len(self.needed) - 1 for value in values[1:]}
+        """Watch the outputs that have no gradient: the graph does not tell who uses them."""
+        source = len(self.needed) - 1
+        for value in [x for x in tree_leaves(output) if isinstance(x, Tensor)][1:]:
+            if isinstance(value, _Watched) or value.requires_grad:
+                continue
+            self._leaves.append(value)
+            self._watched[id(value)] = _Watched.watch(value, partial(self._use, source))
+
+    def _use(self, source: int) -> None:
+        if source < len(self.needed) - 1:
+            self.together.add((source, len(self.needed) - 1))
 
     def end(self, output: Any) -> None:
-        count = len(self._layers)
-        self.needed.append(self._reached([first_tensor(output)], count, count - 1))
+        self.needed.append(set())
+        self.needed[-1] |= self._reached([first_tensor(output)])
 
-    def _reached(self, values: Sequence[Any], index: int, first: int) -> set[str]:
-        """Return the names that values depend on; no layer before `first` should be among them."""
-        tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+    def _reached(self, values: Sequence[Any], *, alone: bool = True) -> set[str]:
+        """Return the names that values depend on; `alone`: values that are the hidden state.
+
+        The hidden state of a layer is computed on the stage of the layer before it.
+        """
+        tensors = [x for x in values if isinstance(x, Tensor) and not isinstance(x, _Watched)]
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
         leaves = [tensor for tensor in tensors if tensor.grad_fn is None]
         nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         visited = set(nodes)
@@ -338,7 +367,9 @@ class _Flow:
         sources = {self._hidden[id(leaf)] for leaf in leaves if id(leaf) in self._hidden}
         prefix = self._layer_names + "."
         own = [int(n.removeprefix(prefix).split(".")[0]) for n in names if n.startswith(prefix)]
-        self.together |= {(source, index) for source in {*sources, *own} if source < first}
+        before = len(self.needed) - 2  # the layer
+        if alone:
+            self.together |= {(source, before) for source in {*sources, *own} if source < before}
         return {name for name in names if not name.startswith(prefix)}
 
 
