@@ -131,6 +131,44 @@ def test_wrong_splits_are_refused_with_the_reason(tmp_path: Path) -> None:
     run_in_process(work, tmp_path)
 
 
+class Choosing(nn.Module):
+    """A layer that chooses indices, or takes those of an earlier layer, and passes them on."""
+
+    def __init__(self, *, is_own: bool) -> None:
+        super().__init__()
+        self.linear, self.is_own = nn.Linear(8, 8), is_own
+
+    def forward(self, x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self.linear(x)
+        chosen = x.topk(3).indices if self.is_own or given is None else given
+        return x + x.gather(-1, chosen).sum(-1, keepdim=True), chosen
+
+
+class ChoosingLayers(nn.Module):
+    def __init__(self, own: list[bool]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Choosing(is_own=is_own) for is_own in own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = None
+        for layer in self.layers:
+            x, chosen = layer(x, chosen)
+        return x
+
+
+@pytest.mark.timeout(60)
+def test_layers_that_share_choices_stay_on_one_stage(tmp_path: Path) -> None:
+    def work() -> None:
+        model = ChoosingLayers([True, True, False, False, True])
+        given = (torch.randn(2, 8),), {}
+        split = LayerSplit().found(model, given)
+        assert split.together == ((1, 2), (1, 3)), "passed on to the others, and not used"
+        with pytest.raises(PlanError, match="no boundary of stages from layer 1 to layer 2"):
+            LayerSplit().check(model, [2, 3])
+
+    run_in_process(work, tmp_path)
+
+
 @pytest.mark.timeout(100)
 def test_models_of_transformers_split_without_names(tmp_path: Path) -> None:
     def work() -> None:
