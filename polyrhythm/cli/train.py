@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from polyrhythm.plan.degrees import Degrees
     from polyrhythm.plan.plan import Plan
     from polyrhythm.run.comm.launch import DistContext
     from polyrhythm.types import Seconds
@@ -33,6 +34,8 @@ class TrainCommand:
 
     polyrhythm train script.py --local 4
 
+    polyrhythm train script.py --stages 2 --pipelines 2
+
     polyrhythm train script.py --lab cluster.toml --plan plan.json -- --lr 1e-3
 
     On many machines use torchrun, which starts the same script.
@@ -43,7 +46,14 @@ class TrainCommand:
     arguments: tyro.conf.Positional[tuple[str, ...]] = ()
     """After --: arguments of the script."""
     local: int | None = None
-    """Number of processes on this machine; by default the plan's number of workers, or one."""
+    """Number of processes on this machine; by default the plan's number of workers, stages x
+    pipelines, or one."""
+    stages: int | None = None
+    """Number of stages of each pipeline, without a plan: layers are assigned to them by cost and
+    memory. By default the number of processes divided by --pipelines."""
+    pipelines: int | None = None
+    """Number of pipelines, which are replicas of the whole model; by default the number of
+    processes divided by --stages."""
     lab: str | None = None
     """A cluster to rehearse in a lab, with one process per device, or as the plan assigns them."""
     scenario: str | None = None
@@ -59,6 +69,7 @@ class TrainCommand:
         from polyrhythm.plan.plan import PLAN_VARIABLE, Plan
 
         self._check()
+        os.environ.update(self._degrees.environment)
         num_fits = _num_fits()  # before the fork: workers inherit the count
         plan = None if self.plan is None else Plan.load(self.plan)
         if self.plan is not None:
@@ -78,11 +89,14 @@ class TrainCommand:
         from polyrhythm.run.comm.launch import LocalJob
 
         program = self._program()
-        num_processes = self.local or (1 if plan is None else plan.num_workers)
+        by_default = self._degrees.num_processes if plan is None else plan.num_workers
+        num_processes = self.local or by_default
+        if self._degrees.are_given:
+            self._degrees.complete(num_processes)
         preload(program, (*PRELOADED, _TRAINER))
 
         def work(ctx: "DistContext") -> None:
-            run_program(program, {})
+            run_program(program, ctx.environment)
             self._check_fitted(num_fits)
 
         with LocalJob(work, num_processes, output_folder=self.output, shown_ranks=(0,)) as job:
@@ -107,6 +121,9 @@ class TrainCommand:
         from polyrhythm.tables import print_line
 
         described = Cluster.load(cluster)
+        rank_hosts = assign_hosts(plan, described)
+        if self._degrees.are_given:
+            self._degrees.complete(len(rank_hosts))
         scenario, environment = Scenario(name="nothing happens"), {}
         if self.scenario is not None:
             scenario = Scenario.load(self.scenario)
@@ -119,7 +136,7 @@ class TrainCommand:
             environment=environment,
             output=self.output,
             log=lambda line: print_line(console, line),
-            rank_hosts=assign_hosts(plan, described),
+            rank_hosts=rank_hosts,
             shown_ranks=(0,),
             on_success=lambda: self._check_fitted(num_fits),
             is_one_job=True,
@@ -135,6 +152,12 @@ class TrainCommand:
                 expected="a script that makes a polyrhythm.Trainer and calls its fit",
                 fix="call trainer.fit(max_steps=...); or start it with python if it does not train",
             )
+
+    @property
+    def _degrees(self) -> "Degrees":
+        from polyrhythm.plan.degrees import Degrees
+
+        return Degrees(stages=self.stages, pipelines=self.pipelines)
 
     def _program(self) -> list[str]:
         return [sys.executable, str(self.script), *self.arguments]
@@ -154,6 +177,12 @@ class TrainCommand:
         if self.local is not None and self.local < 1:
             raise LaunchError(
                 f"--local {self.local}", expected="1 process or more", fix=f"{command} --local 4"
+            )
+        if self._degrees.are_given and self.plan is not None:
+            raise LaunchError(
+                f"{self._degrees} with --plan {self.plan}",
+                expected="one of the two: a plan has its own stages and pipelines",
+                fix="omit --plan, or omit --stages and --pipelines",
             )
         if self.local is not None and self.lab is not None:
             raise LaunchError(

@@ -30,7 +30,8 @@ def plan_all_devices(
 ) -> Plan:
     """Return the best plan found; raise PlanError if none is feasible.
 
-    `layer_blocks` are numbers of consecutive layers that must stay on one stage.
+    `layer_blocks` are numbers of consecutive layers that must stay on one stage. A number of stages
+    in the job must divide the number of devices.
     """
     counts = layer_blocks or (1,) * problem.num_layers
     grouped = replace(problem, profile=merge_layers(problem.profile, counts))
@@ -38,6 +39,8 @@ def plan_all_devices(
     best: Plan | None = None
     refusals: dict[int, UserError] = {}
     stages = [each for each in range(1, number + 1) if number % each == 0 and each <= len(counts)]
+    if problem.job.num_stages is not None:
+        stages = [problem.job.num_stages]
     for bound, num_stages in sorted((_bound(grouped, each), each) for each in stages):
         if best is not None and bound >= _step(best):
             break

@@ -5,15 +5,21 @@ transfer between stages, is fastest; among those with the same bottleneck, the o
 most equal. A stage is as slow as its slowest replica and holds no more than its smallest one. Once
 per step it waits for all stages before it (`step_bound.py`), so with few micro-batches late stages
 should have less work.
+
+`partition_within_memory` does this for a job without measurements, on devices of equal speed.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from polyrhythm.describe.units import show
 from polyrhythm.errors import PlanError
+from polyrhythm.types import Bytes
 
 Floats = NDArray[np.float64]
 
@@ -74,3 +80,74 @@ def partition_layers(
     for choice in reversed(choices):
         ends.append(int(choice[ends[-1]]))
     return tuple(b - a for a, b in zip(ends[::-1][:-1], ends[::-1][1:], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemoryLimit:
+    """The memory that a stage may use, and the device that it is on."""
+
+    device: str
+    nbytes: Bytes
+
+
+def partition_within_memory(
+    work: Sequence[float],
+    needed: Floats,
+    limits: Sequence[StageMemoryLimit],
+) -> tuple[int, ...]:
+    """Return the number of layers of each stage: equal work, within the memory of each stage.
+
+    `needed[a, b]` are the bytes of layers a to b, `limits` is per stage. Raises PlanError, which
+    names the stage that does not fit and the number of stages that would.
+    """
+    room = np.array([limit.nbytes for limit in limits], np.float64)
+    fits = needed[None, :, :] <= room[:, None, None]
+    even = (1.0,) * len(limits)
+    if len(limits) <= len(work) and not _is_feasible(fits):
+        raise _too_large(needed, limits, work)
+    return partition_layers(work, even, fits=fits)
+
+
+def _is_feasible(fits: NDArray[np.bool_]) -> bool:
+    """Whether some partition has `fits[stage, a, b]` for every stage and its layers a to b."""
+    num_layers = fits.shape[1] - 1
+    ordered = np.triu(np.ones((num_layers + 1, num_layers + 1), bool), k=1)
+    reached = np.arange(num_layers + 1) == 0
+    for allowed in fits:
+        reached = (reached[:, None] & allowed & ordered).any(axis=0)
+    return bool(reached[-1])
+
+
+def _too_large(
+    needed: Floats, limits: Sequence[StageMemoryLimit], work: Sequence[float]
+) -> PlanError:
+    """Split by memory; name the stage that lacks most of it."""
+    single = [float(needed[i, i + 1]) for i in range(len(work))]
+    counts = partition_layers(single, [1 / max(1, limit.nbytes) for limit in limits])
+    ends = list(pairwise(accumulate(counts, initial=0)))
+    lacking = [needed[a, b] - limit.nbytes for (a, b), limit in zip(ends, limits, strict=True)]
+    stage = int(np.argmax(lacking))
+    (a, b), limit = ends[stage], limits[stage]
+    smallest = min(limits, key=lambda each: each.nbytes)
+    enough = next(
+        (
+            number
+            for number in range(len(limits) + 1, len(work) + 1)
+            if _is_feasible(np.stack([needed <= smallest.nbytes] * number))
+        ),
+        None,
+    )
+    largest = int(np.argmax(single))
+    return PlanError(
+        f"stage {stage} of {len(limits)} (layers {a} to {b - 1}) needs {_show(needed[a, b])} and "
+        f"{limit.device!r} has {_show(limit.nbytes)} for it",
+        expected="its weights, their gradients and two optimizer values each, as Adam has, in "
+        "memory; activations come on top",
+        fix=f"use {enough} stages, with as many processes for each pipeline"
+        if enough is not None
+        else f"use devices with more memory: layer {largest} alone needs {_show(single[largest])}",
+    )
+
+
+def _show(nbytes: float) -> str:
+    return show(int(nbytes), Bytes)

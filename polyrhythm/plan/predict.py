@@ -189,7 +189,7 @@ def _too_large(device: str, layers: range, size: int, problem: Problem) -> PlanE
         f"layers {layers.start} to {layers.stop - 1} need {lacking / 2**30:.2f} GiB more than "
         f"{device!r} has to give: {limit / 2**30:.2f} of {total / 2**30:.2f} GiB",
         expected="the weights, their gradients and optimizer state, and one micro-batch to fit",
-        fix="use more stages, smaller micro-batches, or a device with more memory",
+        fix="use more stages, smaller micro-batches, activation checkpointing, or a larger device",
     )
 
 

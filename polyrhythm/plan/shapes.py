@@ -134,5 +134,5 @@ def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:
         expected="every stage to fit, with its weights, gradients, optimizer state and one "
         f"micro-batch of {microbatch_size}",
         fix=f"add a device, or {most / _GIB:.2f} GiB to {name!r}; or use smaller micro-batches, "
-        "more stages, a lighter optimizer or a smaller memory reserve",
+        "more stages, activation checkpointing, a lighter optimizer or a smaller memory reserve",
     )

@@ -80,6 +80,28 @@ def test_script_trains_in_one_process_several_and_with_a_plan(script: Path) -> N
     assert not list(folder.glob("*/checkpoints/.*"))
 
 
+LAUNCHED = (
+    "import os\nnames = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')\n"
+    "launched = [os.environ[name] for name in names]\n"
+)
+
+
+def test_stages_and_pipelines_need_no_plan_file(script: Path) -> None:
+    """The script knows its rank before it makes the Trainer, which has the same rank."""
+    folder = script.parent
+    script.write_text(f"{LAUNCHED}{SCRIPT}\nprint(launched, trainer.plan.layers_per_stage)")
+    single = folder / "single.py"
+    single.write_text(SCRIPT)
+    expected = run(single, "alone", 6, folder=folder, as_script=True).output.split()[-1]
+    found = run(script, "--stages", 2, "--pipelines", 2, "--", "run", 6, folder=folder)
+    outputs = [found.output]
+    outputs += [(folder / f"runs/output/rank{rank}.log").read_text() for rank in (1, 2, 3)]
+    for rank, worker in enumerate(("s0p0", "s1p0", "s0p1", "s1p1")):
+        first, second = outputs[rank].splitlines()
+        assert first == f"{worker} from 0 to 6: {expected}"
+        assert second == f"{[str(rank), str(rank), '4', '4']} (2, 1)"
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
@@ -116,6 +138,10 @@ def test_fit_of_the_launching_process_does_not_count_as_training(
         (["script.py", "--local", "2", "--lab", "case1_datacenter"], "one of the two"),
         (["script.py", "--scenario", "sdpipe_b"], "without a lab"),
         (["script.py", "--plan", "missing.json"], "missing.json"),
+        (["script.py", "--plan", "plan.json", "--stages", "2"], "stages=2 with --plan"),
+        (["script.py", "--stages", "0"], "stages=0"),
+        (["script.py", "--local", "3", "--stages", "2"], "start 2 or 4"),
+        (["script.py", "--local", "3", "--stages", "2", "--pipelines", "2"], "4 processes"),
     ],
 )
 def test_invalid_arguments_are_rejected(script: Path, arguments: list[str], message: str) -> None:

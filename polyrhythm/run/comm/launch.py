@@ -70,6 +70,16 @@ class DistContext:
         """Return the context of this process in a LocalJob or under torchrun; None outside both."""
         return _contexts[-1] if _contexts else cls.from_environment(os.environ)
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that torchrun would set in a process of a local job, for its script."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+        }
+
     def with_store(self, timeout: Seconds) -> "DistContext":
         """Run the rendezvous once and keep its store: `process_group` may then be entered twice."""
         with peer_errors("another process of the job", "rendezvous"):

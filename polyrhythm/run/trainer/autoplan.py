@@ -1,5 +1,8 @@
 """The job's plan: the user's, or made from measurements; then its global batch and shares.
 
+With `stages=` and `pipelines=`, layers are assigned by measured times on several machines; on one,
+and if the whole model is too large to be measured on rank 0's device, by numbers of parameters.
+
 Under `plan="auto"` processes on several machines measure their devices and network. Rank 0 also
 measures the layers of a copy of the model, makes the plan and broadcasts it. It saves measurements
 and plan in the run folder, for the next start of the same job. Random states are restored
@@ -11,15 +14,18 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -31,9 +37,12 @@ from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.all_devices import plan_all_devices
-from polyrhythm.plan.options import TrainingJob
-from polyrhythm.plan.plan import PLAN_VARIABLE, Plan, Sources, even_plan
+from polyrhythm.plan.degrees import Degrees
+from polyrhythm.plan.options import PlanOptions, TrainingJob
+from polyrhythm.plan.partition import StageMemoryLimit, partition_within_memory
+from polyrhythm.plan.plan import PLAN_VARIABLE, PipelinePlan, Plan, Sources, even_plan
 from polyrhythm.plan.problem import Problem
+from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.data.loader import SampleLoader, as_arguments
 from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.machine import usable_memory
@@ -41,7 +50,7 @@ from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
 from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
 from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.rank_assignment import JobProcesses
+from polyrhythm.run.trainer.rank_assignment import JobProcesses, machine_name
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.types import AUTO, Bytes, Seconds
@@ -67,20 +76,71 @@ def choose_plan(
 ) -> Plan:
     """Return the configured plan, or one from measurements, or one stage per replica."""
     source = os.environ.get(PLAN_VARIABLE, AUTO) if config.plan == AUTO else config.plan
-    num_layers = config.split.num_layers(model)
+    degrees = _chosen_degrees(config, source)
     if source != AUTO:
-        return _given_plan(source, num_layers)
+        return _given_plan(source, config.split, model)
     if config.batch_size is None:
         raise _missing_batch_size()
-    plan, num_processes = None, processes.num_processes
-    if num_processes > 1 and not processes.are_joined:
-        plan = AutoPlanner(config, model, dataset, processes).plan()
+    plan, num_stages, num_processes = None, None, processes.num_processes
+    if degrees.are_given:
+        num_stages, num_pipelines = degrees.complete(num_processes)
+        _check_splittable(config.split, model, num_stages)
+        num_blocks = len(layer_blocks(config.split, model))
+        even_plan(num_layers=num_blocks, num_stages=num_stages, num_pipelines=num_pipelines)
+    if num_processes > 1 and not processes.are_joined and num_stages != 1:
+        plan = AutoPlanner(config, model, dataset, processes, num_stages).plan()
+    if plan is None and num_stages is not None:
+        return _partitioned_plan(config, model, processes, num_stages)
+    num_layers = config.split.num_layers(model)
     return plan or even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes)
 
 
-def _given_plan(source: Plan | Path | str, num_layers: int) -> Plan:
+def _chosen_degrees(config: TrainerConfig, source: Plan | Path | str) -> Degrees:
+    """Return the script's stages and pipelines, or those of the command line."""
+    of_command, of_script = Degrees.from_environment(os.environ), config.degrees
+    degrees = of_script if of_script.are_given else of_command
+    what = "" if source == AUTO or not degrees.are_given else "a plan"
+    if of_script.are_given and of_command.are_given and of_script != of_command:
+        what = f"{of_command} on the command line"
+    if what:
+        raise PlanError(
+            f"{degrees} and {what}",
+            expected="the numbers of stages and pipelines in one place",
+            fix=f"omit the plan (plan=, --plan, {PLAN_VARIABLE}), or omit stages and pipelines "
+            "in the script or on the command line",
+        )
+    return degrees
+
+
+def _check_splittable(split: LayerSplit, model: nn.Module, num_stages: int) -> None:
+    """Refuse several stages of a model without a list of layers; name the lists that it has."""
+    if num_stages == 1:
+        return
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if split.layers is not None and split.layers not in modules:
+        split.extract_stage(model, 0, (1,))  # raises, with the names of the lists
+    if split.layers is None and not isinstance(model, nn.Sequential):
+        lists = {
+            name: len(module)
+            for name, module in modules.items()
+            if isinstance(module, nn.ModuleList)
+        }
+        names = sorted(lists, key=lambda name: -lists[name])[:4]
+        shown = ", ".join(f"{name} ({lists[name]})" for name in names)
+        raise PlanError(
+            f"{num_stages} stages of a {type(model).__name__}, and no split=",
+            expected="an nn.Sequential, or the name of the list of layers to split the model along",
+            fix=f'name `split=`: split=LayerSplit(layers="{names[0]}", prologue=[...], '
+            f"epilogue=[...]); lists of this model, with their lengths: {shown}"
+            if names
+            else "use one stage, or write the model as an nn.Sequential",
+        )
+
+
+def _given_plan(source: Plan | Path | str, split: LayerSplit, model: nn.Module) -> Plan:
     plan = source if isinstance(source, Plan) else Plan.load(Path(source))
-    planned = sum(plan.layers_per_stage)
+    _check_splittable(split, model, plan.num_stages)
+    planned, num_layers = sum(plan.layers_per_stage), split.num_layers(model)
     if plan.num_stages > 1 and planned != num_layers:
         raise PlanError(
             f"a plan for {planned} layers, and a model with {num_layers}",
@@ -126,6 +186,102 @@ def _missing_batch_size() -> PlanError:
     )
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """The memory of a process's device, which processes on the same device share."""
+
+    machine: str
+    device: str
+    nbytes: Bytes
+    limit: Bytes | None  # the user's, for this process
+
+    @classmethod
+    def of(cls, config: TrainerConfig, ctx: DistContext) -> "DeviceMemory":
+        device = device_of_process(config, ctx)
+        nbytes = usable_memory()
+        if device.type == "cuda":
+            nbytes = torch.cuda.get_device_properties(device).total_memory
+        return cls(machine_name(), str(device), nbytes, memory_limit(config))
+
+    def share(self, everyone: Sequence["DeviceMemory"]) -> Bytes:
+        """Return what this process may use, less the planner's reserve."""
+        sharing = sum(
+            (each.machine, each.device) == (self.machine, self.device) for each in everyone
+        )
+        share = int(self.nbytes * (1 - PlanOptions().memory_reserve)) // sharing
+        return share if self.limit is None else min(share, self.limit)
+
+
+def device_of_process(config: TrainerConfig, ctx: DistContext) -> torch.device:
+    if config.device is not None:
+        return torch.device(config.device)
+    return device_of(AUTO, index=ctx.local_rank)
+
+
+def memory_limit(config: TrainerConfig) -> Bytes | None:
+    limit = config.memory_limit
+    return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
+
+
+def _partitioned_plan(
+    config: TrainerConfig, model: nn.Module, processes: JobProcesses, num_stages: int
+) -> Plan:
+    """Assign layers to stages by their numbers of parameters, within the memory of the devices."""
+    blocks = layer_blocks(config.split, model)
+    num_pipelines = processes.num_processes // num_stages
+    own = DeviceMemory.of(config, processes.ctx)
+    everyone = processes.gather("memory", own, DeviceMemory)
+    limits = [
+        min(
+            (StageMemoryLimit(f"{d.machine}:{d.device}", d.share(everyone)) for d in replicas),
+            key=lambda limit: limit.nbytes,
+        )
+        for replicas in (everyone[stage::num_stages] for stage in range(num_stages))
+    ]
+    parts = list(_layers(config.split, model, ()).values())
+    ends = list(accumulate(blocks, initial=0))
+    work, needed = count_parameters([parts[a:b] for a, b in pairwise(ends)])
+    counts = partition_within_memory(work, needed, limits)
+    cuts = [ends[end] for end in accumulate(counts, initial=0)]
+    layers_per_stage = tuple(b - a for a, b in pairwise(cuts))
+    return Plan(layers_per_stage=layers_per_stage, pipelines=(PipelinePlan(),) * num_pipelines)
+
+
+def count_parameters(
+    blocks: Sequence[Sequence[nn.Module]],
+) -> tuple[list[float], NDArray[np.float64]]:
+    """Return the work of each block of layers, and [a, b]: the bytes that blocks a to b need.
+
+    The work is the number of parameters, without those of embeddings, which are only looked up. A
+    parameter that several blocks share counts once in a stage; a frozen one has no gradient and no
+    optimizer state.
+    """
+    work: list[float] = []
+    held: list[dict[nn.Parameter, Bytes]] = []
+    for block in blocks:
+        modules = [module for layer in block for module in layer.modules()]
+        computed = {
+            parameter
+            for module in modules
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            for parameter in module.parameters(recurse=False)
+        }
+        work.append(float(sum(parameter.numel() for parameter in computed)))
+        held.append(
+            {
+                parameter: parameter.nbytes * (_COPIES_PER_WEIGHT if parameter.requires_grad else 1)
+                for layer in block
+                for parameter in layer.parameters()
+            }
+        )
+    needed = np.full((len(blocks) + 1, len(blocks) + 1), np.inf)
+    for first in range(len(blocks)):
+        inside: dict[nn.Parameter, Bytes] = {}
+        for end in range(first + 1, len(blocks) + 1):
+            inside |= held[end - 1]
+            needed[first, end] = sum(inside.values())
+    return work, needed
+
+
 @dataclass(frozen=True, slots=True)
 class AutoPlanner:
     """Makes the plan of one job; every process of the job makes it and calls `plan`."""
@@ -134,20 +290,27 @@ class AutoPlanner:
     model: nn.Module
     dataset: Any
     processes: JobProcesses
+    num_stages: int | None = None  # None: the planner chooses
 
     def plan(self) -> Plan | None:
-        """Return the same plan in all processes; None if each process can be a whole replica.
+        """Return the same plan in all processes; None if nothing need be measured.
 
-        That is the case on one machine if the model fits, and for a model that cannot be split.
+        That is the case on one machine if the model fits, and for a model that cannot be split;
+        with given stages, on one machine, and for a model that is too large to be measured.
         Raises PeerError with the name of a lost process, and rank 0's UserError in all processes.
         """
         processes = self.processes
         if self.config.split.num_layers(self.model) == 1:
             return None
         is_one_machine = len({host.machine for host in processes.hosts()}) == 1
-        store, members = processes.job_store(), processes.members
-        if is_one_machine and store.run_on_leader("if replicas fit", self._replicas_fit, members):
+        if is_one_machine and self.num_stages is not None:
             return None
+        store, members = processes.job_store(), processes.members
+        # With given stages the whole model must fit to be measured, without them to be replicated.
+        if is_one_machine or self.num_stages is not None:
+            fits = store.run_on_leader("if replicas fit", self._replicas_fit, members)
+            if fits == (self.num_stages is None):
+                return None
         plan = store.run_on_leader(
             "the cached plan", self._cached_plan, members, as_type=Plan | None
         )
@@ -173,14 +336,11 @@ class AutoPlanner:
 
     @property
     def _device(self) -> torch.device:
-        if self.config.device is not None:
-            return torch.device(self.config.device)
-        return device_of(AUTO, index=self.processes.ctx.local_rank)
+        return device_of_process(self.config, self.processes.ctx)
 
     @property
     def _memory_limit(self) -> Bytes | None:
-        limit = self.config.memory_limit
-        return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
+        return memory_limit(self.config)
 
     @property
     def _sync(self) -> str:
@@ -229,6 +389,7 @@ class AutoPlanner:
             batch=self._batch_size,
             microbatch_size=self.config.microbatch_size,
             sync=self._sync,
+            num_stages=self.num_stages,
         )
         return load_cached_plan(self.config.run_dir, key)
 
@@ -270,6 +431,7 @@ class AutoPlanner:
             sync=self._sync,
             microbatch_size=config.microbatch_size,
             schedule=config.schedule,
+            num_stages=self.num_stages,
         )
         problem = Problem(
             cluster=_limited(cluster, self._memory_limit, job),

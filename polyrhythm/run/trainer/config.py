@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.errors import LaunchError
+from polyrhythm.plan.degrees import Degrees
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.sync.modes import SyncConfig
-from polyrhythm.types import Bytes, Seconds
+from polyrhythm.types import AUTO, Bytes, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,8 @@ class TrainerConfig:
     batch_size: int | None  # samples per step, summed over all pipelines
     microbatch_size: int | None
     plan: Plan | Path | str
+    stages: int | None
+    pipelines: int | None
     schedule: str
     memory_limit: str | Bytes | None
     sync: SyncConfig
@@ -106,6 +109,12 @@ class TrainerConfig:
                 raise LaunchError(f"{name}={value!r}", expected=expected, fix=fix)
         if not isinstance(self.plan, Plan | Path | str):
             raise _invalid("plan", self.plan, "a Plan, the path of its file, or 'auto'")
+        if self.degrees.are_given and self.plan != AUTO:
+            raise LaunchError(
+                f"{self.degrees} with plan=",
+                expected="one of the two: a plan has its own stages and pipelines",
+                fix="omit plan=, or omit stages= and pipelines=",
+            )
         try:
             torch.device(self.device or "cpu")
         except (RuntimeError, TypeError):
@@ -119,10 +128,14 @@ class TrainerConfig:
         if self.run_dir is None and self.checkpoint.every is not None:
             raise no_run_dir(f"CheckpointConfig(every={self.checkpoint.every})")
 
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(stages=self.stages, pipelines=self.pipelines)
+
     def must_match(self, order: SampleOrder | None) -> dict[str, Any]:
         """Return the arguments that must be equal in all processes."""
         names = ("batch_size", "microbatch_size", "schedule", "clip_grad_norm", "autocast")
-        return {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in (*names, "stages", "pipelines")} | {
             "sync": self.sync.mode,
             "overlap": self.sync.overlap,
             "sync options": dict(self.sync.options),

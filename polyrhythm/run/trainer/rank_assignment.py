@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -86,6 +87,18 @@ class JobProcesses:
             "hosts", own, self.members, as_type=HostInfo
         )
         return self._hosts
+
+    def gather(self, name: str, value: Any, as_type: Any) -> list[Any]:
+        """Return the values of all processes, by launcher rank; raises PeerError."""
+        if self.num_processes == 1:
+            return [value]
+        if not self.are_joined:
+            return self.job_store().all_gather_object(name, value, self.members, as_type=as_type)
+        backend, rank = job_store_backend("polyrhythm/processes", self.timeout), dist.get_rank()
+        store = JobStore(backend, rank, timeout=self.timeout, name_of=PROCESS_NAME)
+        # A script may make several Trainers in its process group, one after the other.
+        members = Members(tuple(range(self.num_processes)), backend.add(f"{name} {rank}", 1))
+        return store.all_gather_object(name, value, members, as_type=as_type)
 
     def device_names(self) -> list[str]:
         return [host.device for host in self.hosts()]

@@ -51,6 +51,7 @@ class PlanKey:
     batch: int
     microbatch_size: int | None  # None matches any
     sync: str
+    num_stages: int | None = None  # None matches any
 
     def is_matched_by(self, plan: Plan) -> bool:
         devices = [name for pipeline in plan.pipelines for name in pipeline.devices]
@@ -58,6 +59,7 @@ class PlanKey:
             sorted(devices) == sorted(self.devices)
             and (plan.model, plan.batch, plan.sync) == (self.model, self.batch, self.sync)
             and self.microbatch_size in (None, plan.microbatch_size)
+            and self.num_stages in (None, plan.num_stages)
         )
 
 

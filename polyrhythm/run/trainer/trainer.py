@@ -115,6 +115,8 @@ class Trainer:
         batch_size: int | None = None,
         microbatch_size: int | None = None,
         plan: Plan | Path | str = AUTO,
+        stages: int | None = None,
+        pipelines: int | None = None,
         schedule: str = AUTO,
         memory_limit: str | Bytes | None = None,
         sync: str | SyncConfig = "decoupled",
@@ -137,8 +139,10 @@ class Trainer:
         `lr_scheduler_fn` its learning rate scheduler, which counts steps. A step is `batch_size`
         samples, summed over all pipelines.
 
-        `plan` assigns stages to devices: a Plan, its file, or auto. `split` names the parts of a
-        model that is not a Sequential; `schedule` and `memory_limit` are as in `Pipeline`. `sync`
+        `plan` assigns stages to devices: a Plan, its file, or auto. Instead of a plan, `stages` and
+        `pipelines` are numbers, of which one may follow from the number of processes. `split` names
+        the parts of a model that is not a Sequential; `schedule` and `memory_limit` are as in
+        `Pipeline`. `sync`
         is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
         a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
         overlapping groups if that is predicted to save a quarter of each step.
