@@ -87,8 +87,16 @@ class WorkerError(RuntimeError):
     """A worker of a local job that ended before its work was done."""
 
     def __init__(
-        self, rank: int, name: str, reason: str, *, status: int, output: str | None
+        self,
+        rank: int,
+        name: str,
+        reason: str,
+        *,
+        status: int,
+        output: str | None,
+        traceback: str = "",
     ) -> None:
         details = "" if output is None else f"\n  its output: {output}"
         super().__init__(f"{name} {reason}{details}")
         self.rank, self.reason, self.status, self.output = rank, reason, status, output
+        self.traceback = traceback  # of the user's code, if that raised

@@ -7,16 +7,18 @@ kills it when its owner ends, even by a kill. Its exit status tells why it ended
 import contextlib
 import ctypes
 import gc
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import IO, NamedTuple, TextIO
 
 from polyrhythm.errors import PeerError, UserError
 from polyrhythm.types import Seconds
@@ -30,8 +32,38 @@ _fork = multiprocessing.get_context("fork")
 _frozen_in: int | None = None  # the process whose heap `freeze_heap` has frozen
 
 
+class Failure(NamedTuple):
+    """The error that ended a child, and where the user's code raised it, if it did."""
+
+    summary: str = ""
+    traceback: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        if isinstance(error, PeerError):  # the peer has the cause
+            return cls(str(error))
+        if not isinstance(error, UserError):
+            summary = traceback.format_exception_only(error)[-1].strip()
+            return cls(summary, _user_traceback(error))
+        cause = error.__cause__
+        is_users = cause is not None and not isinstance(cause, UserError | PeerError)
+        return cls(str(error), _user_traceback(cause) if is_users and cause else "")
+
+
+def _user_traceback(error: BaseException) -> str:
+    """Format an error without the frames before the user's code."""
+    found = traceback.TracebackException.from_exception(error)
+    ours = (str(Path(__file__).parent), "<frozen ")
+    first = next((i for i, f in enumerate(found.stack) if not f.filename.startswith(ours)), 0)
+    found.stack = traceback.StackSummary.from_list(found.stack[first:])
+    return "".join(found.format())
+
+
 class Child:
-    """A forked process that runs `work`; its stdout and stderr go to `output`, if given."""
+    """A forked process that runs `work`; its stdout and stderr go to `output`, if given.
+
+    With `keeps_failure` its error is for the owner, who reads `failure`, and for `output`.
+    """
 
     def __init__(
         self,
@@ -39,12 +71,17 @@ class Child:
         *,
         output: Path | None = None,
         dies_with_owner: bool = True,
+        keeps_failure: bool = False,
     ) -> None:
         self.output = output
+        self._failure_file: IO[str] | None = None
+        if keeps_failure:
+            self._failure_file = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when read
+        self._failure = Failure()
         owner = os.getpid() if dies_with_owner else None
         # Opened by the owner, so that the file exists at once and the owner gets an error.
         file = None if output is None else output.open("w", buffering=1)
-        self._process = _fork.Process(target=_run, args=(work, owner, file))
+        self._process = _fork.Process(target=_run, args=(work, owner, file, self._failure_file))
         self._process.start()
         assert self._process.pid is not None, "it was started"
         self.pid = self._process.pid
@@ -64,6 +101,17 @@ class Child:
             self._status = status
             self._process.close()  # and with it a descriptor
         return self._status
+
+    @property
+    def failure(self) -> Failure:
+        """The error that ended the child; empty if it ended otherwise, or still runs."""
+        if self.status is not None and self._failure_file is not None:
+            with self._failure_file as file:
+                file.seek(0)
+                if text := file.read():
+                    self._failure = Failure(*json.loads(text))
+            self._failure_file = None
+        return self._failure
 
     def wait(self, timeout: Seconds) -> int | None:
         """Return the exit status, or None if the child still runs after `timeout`."""
@@ -93,8 +141,8 @@ class Child:
             return "still runs" if status is None else "ended well"
         if status < 0:
             return f"was ended by {signal_name(-status)}"
-        text = ""
-        if self.output is not None and self.output.exists():
+        text = self.failure.summary
+        if not text and self.output is not None and self.output.exists():
             text = self.output.read_text(errors="replace").strip()
         if status == BAD_INPUT and text:
             return f"refused: {text}"
@@ -175,7 +223,12 @@ def _die_with(owner: int) -> None:
         os._exit(FAILED)
 
 
-def _run(work: Callable[[], object], owner: int | None, file: TextIO | None) -> None:
+def _run(
+    work: Callable[[], object],
+    owner: int | None,
+    file: TextIO | None,
+    failure_file: IO[str] | None,
+) -> None:
     os.setsid()
     if owner is not None:
         _die_with(owner)
@@ -186,27 +239,37 @@ def _run(work: Callable[[], object], owner: int | None, file: TextIO | None) -> 
             os.dup2(file.fileno(), descriptor)
     status = FAILED
     with contextlib.suppress(OSError):  # a full disk is no failure of the work
-        status = _status_of(work)
+        status, error = _status_of(work)
+        if error is not None and failure_file is not None:
+            json.dump(Failure.of(error), failure_file)
+            failure_file.flush()
+        if error is not None and (failure_file is None or file is not None):
+            _print_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)  # without the owner's exit handlers
 
 
-def _status_of(work: Callable[[], object]) -> int:
+def _status_of(work: Callable[[], object]) -> tuple[int, BaseException | None]:
     try:
         work()
     except SystemExit as leaving:
         if leaving.code is None or isinstance(leaving.code, int):
-            return leaving.code or 0
+            return leaving.code or 0, None
         print(leaving.code, file=sys.stderr)
+        return FAILED, None
     except UserError as error:
-        print(error, file=sys.stderr)
-        return BAD_INPUT
-    except PeerError:
-        traceback.print_exc()
-        return PEER_LOST
-    except BaseException:
-        traceback.print_exc()
+        return BAD_INPUT, error
+    except PeerError as error:
+        return PEER_LOST, error
+    except BaseException as error:
+        return FAILED, error
+    return 0, None
+
+
+def _print_error(error: BaseException) -> None:
+    if isinstance(error, UserError):
+        failure = Failure.of(error)
+        print(failure.traceback + failure.summary, file=sys.stderr)
     else:
-        return 0
-    return FAILED
+        traceback.print_exception(error)

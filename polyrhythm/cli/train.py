@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.processes import BAD_INPUT, FAILED, PEER_LOST, TERMINATED, exit_on_sigterm
+from polyrhythm.processes import TERMINATED, exit_on_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,8 @@ class TrainCommand:
         except WorkerError as error:
             if error.status == TERMINATED:
                 return TERMINATED
-            raise _without_shown_output(error) from None
+            print(error.traceback, end="", file=sys.stderr)
+            raise
 
     def _run_here(self, plan: "Plan | None", num_fits: int) -> int:
         from polyrhythm.lab.program import PRELOADED, preload, run_program
@@ -211,11 +212,3 @@ def _forward_sigterm(request_stop: "Callable[[], None]") -> None:
         request_stop()
 
     signal.signal(signal.SIGTERM, on_sigterm)
-
-
-def _without_shown_output(error: WorkerError) -> WorkerError:
-    """Shorten the error of a process whose output, with its own error, is already shown."""
-    if error.output is not None or error.status not in (BAD_INPUT, FAILED, PEER_LOST):
-        return error
-    name = str(error).removesuffix(f" {error.reason}")
-    return WorkerError(error.rank, name, "failed, as above", status=error.status, output=None)

@@ -133,11 +133,17 @@ class Lab:
         return self._network[self._index(host)].address
 
     def spawn(
-        self, host: str, function: Callable[..., object], *args: object, output: Path | None = None
+        self,
+        host: str,
+        function: Callable[..., object],
+        *args: object,
+        output: Path | None = None,
+        keeps_failure: bool = False,
     ) -> Child:
         """Run `function(*args)` on the host, in a fork of this process."""
         number = self._index(host)
-        child = Child(partial(_on_host, self._network[number], function, args), output=output)
+        work = partial(_on_host, self._network[number], function, args)
+        child = Child(work, output=output, keeps_failure=keeps_failure)
         self.children.append(child)
         self._control.request(RegisterProcess(pid=child.pid, host=number))
         return child

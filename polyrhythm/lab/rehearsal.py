@@ -165,9 +165,12 @@ class Rehearsal:
             suffix = f".{self._num_starts[rank]}" if self._num_starts[rank] > 1 else ""
             output = self.output / f"{name}{suffix}.log"
         if lab is not None:
-            child = lab.spawn(host, self._work, environment, output=output)
+            child = lab.spawn(
+                host, self._work, environment, output=output, keeps_failure=self.is_one_job
+            )
         else:
-            child = Child(partial(self._work, environment), output=output)
+            work = partial(self._work, environment)
+            child = Child(work, output=output, keeps_failure=self.is_one_job)
         self._running[rank] = child
         self._started[rank] = time.monotonic() - start
 
@@ -211,7 +214,14 @@ class Rehearsal:
             self._failed_at = now
         if by_itself - {BAD_INPUT} or not self._running or now - self._failed_at > _FAILURE_TIMEOUT:
             last = (BAD_INPUT, PEER_LOST, TERMINATED)  # other statuses first, then in this order
-            rank = min(status, key=lambda r: (status[r] in last and last.index(status[r]) + 1, r))
+            rank = min(
+                status,
+                key=lambda r: (
+                    status[r] in last and last.index(status[r]) + 1,
+                    not self._failed[r].failure.traceback,
+                    r,
+                ),
+            )
             raise self._error(rank)
 
     def _error(self, rank: int) -> WorkerError:
@@ -223,4 +233,5 @@ class Rehearsal:
             child.reason,
             status=child.status or 0,
             output=str(child.output) if has_output else None,
+            traceback=child.failure.traceback,
         )

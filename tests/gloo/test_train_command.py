@@ -120,6 +120,54 @@ def test_script_that_does_not_train_is_an_error(
     assert message in found.output
 
 
+FAILING = """
+import os, sys, torch, polyrhythm as pr
+where, ranks = sys.argv[1], sys.argv[2]
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if where == "data" and index == 37 and os.environ["RANK"] in ranks:
+            raise KeyError("broken sample")
+        return torch.ones(8), torch.ones(4)
+
+class Broken(torch.nn.Linear):
+    def forward(self, inputs):
+        if where == "model" and os.environ["RANK"] in ranks:
+            raise ZeroDivisionError("broken model")
+        return super().forward(inputs)
+
+trainer = pr.Trainer(
+    lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), Broken(8, 4)),
+    torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), Data(), batch_size=16,
+    timeout=20,
+)
+trainer.fit(max_steps=20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "line", "message"),
+    [
+        ("data", "1", 10, "rank 1 refused: sample 37"),
+        pytest.param("data", "01", 10, "refused: sample 37", marks=pytest.mark.long),
+        pytest.param("model", "1", 16, "rank 1 failed: ZeroDiv", marks=pytest.mark.long),
+        ("model", "01", 16, "failed: ZeroDivisionError: broken model"),
+    ],
+)
+def test_traceback_of_the_users_code_is_shown_once(
+    tmp_path: Path, where: str, ranks: str, line: int, message: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING)
+    found = run(script, "--local", 2, "--output", "out", "--", where, ranks, folder=tmp_path)
+    assert found.status in (1, 2), found.output
+    assert found.output.count("Traceback") == 1, found.output
+    assert found.output.count(f'script.py", line {line}, in ') == 1
+    assert message in found.output
+
+
 def test_fit_of_the_launching_process_does_not_count_as_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

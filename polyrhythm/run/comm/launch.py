@@ -25,7 +25,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
-from polyrhythm.processes import PEER_LOST, TERMINATED, Child, end_all, freeze_heap, wait_for_any
+from polyrhythm.processes import (
+    BAD_INPUT,
+    PEER_LOST,
+    TERMINATED,
+    Child,
+    end_all,
+    freeze_heap,
+    wait_for_any,
+)
 from polyrhythm.run.comm.process_groups import count_rounds
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, WorkerKeys
 from polyrhythm.types import Seconds
@@ -178,7 +186,8 @@ class LocalJob:
     ) -> None:
         """`name` maps a rank to the worker's name in error messages.
 
-        The ranks in `shown_ranks` inherit this process's output; the others write to a file each.
+        The ranks in `shown_ranks` inherit this process's output, except for their errors: a
+        WorkerError has the first one. The others write to a file each.
         """
         self._shown_ranks = shown_ranks
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
@@ -208,7 +217,8 @@ class LocalJob:
             keys=keys,
         )
         output = None if rank in self._shown_ranks else self._folder / f"rank{rank}.log"
-        self._workers.append(Child(partial(_run, self._work, ctx), output=output))
+        work, keeps_failure = partial(_run, self._work, ctx), bool(self._shown_ranks)
+        self._workers.append(Child(work, output=output, keeps_failure=keeps_failure))
 
     def request_stop(self) -> None:
         """Send SIGTERM to every worker, which may then save a checkpoint: call `wait` next."""
@@ -239,14 +249,24 @@ class LocalJob:
             is_any_running = any(worker.status is None for worker in self._workers)
             failed = {rank: w.status for rank, w in enumerate(self._workers) if w.status}
             remaining = deadline - time.monotonic()
-            only_lost_peers = failed and set(failed.values()) == {PEER_LOST}
-            if not (only_lost_peers and is_any_running and remaining > 0):
+            is_cause_unknown = failed and all(map(self._may_follow_another, failed))
+            if not (is_cause_unknown and is_any_running and remaining > 0):
                 break
             wait_for_any(self._workers, remaining)
         is_leaving = TERMINATED in failed.values() and not {*failed.values()} - _STOPPED_STATUSES
         if failed and not (is_leaving and is_any_running):
-            rank = min(failed, key=lambda rank: (failed[rank] == PEER_LOST, rank))
+            rank = min(failed, key=lambda rank: (*self._doubts(rank), rank))
             raise self._error(rank, failed[rank])
+
+    def _may_follow_another(self, rank: int) -> bool:
+        """Whether a failed worker may report another's failure: a lost peer, or a copied error."""
+        is_lost_peer, has_no_traceback = self._doubts(rank)
+        is_refusal = self._workers[rank].status == BAD_INPUT
+        return is_lost_peer or (is_refusal and has_no_traceback and bool(self._shown_ranks))
+
+    def _doubts(self, rank: int) -> tuple[bool, bool]:
+        worker = self._workers[rank]
+        return worker.status == PEER_LOST, not worker.failure.traceback
 
     def _error(self, rank: int, status: int) -> WorkerError:
         worker = self._workers[rank]
@@ -257,6 +277,7 @@ class LocalJob:
             worker.reason,
             status=status,
             output=str(worker.output) if has_output else None,
+            traceback=worker.failure.traceback,
         )
 
     def __exit__(self, *_: object) -> None:
