@@ -1,6 +1,7 @@
 """`polyrhythm train`: a script in several processes, and arguments that are rejected."""
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -100,6 +101,18 @@ def test_stages_and_pipelines_need_no_plan_file(script: Path) -> None:
         first, second = outputs[rank].splitlines()
         assert first == f"{worker} from 0 to 6: {expected}"
         assert second == f"{[str(rank), str(rank), '4', '4']} (2, 1)"
+
+
+def test_smallest_plan_of_the_manual_trains(script: Path) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```json smallest plan\n(.*?)```", manual, re.DOTALL)
+    (script.parent / "plan.json").write_text(text)
+    layers = "*[torch.nn.Linear(8, 8) for _ in range(11)], torch.nn.Linear(8, 4)"
+    model = "torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)"
+    script.write_text(SCRIPT.replace(model, layers))
+    found = run(script, "--plan", "plan.json", "--", "run", 2, folder=script.parent)
+    assert found.output.startswith("s0p0 from 0 to 2: "), found.output
+    assert (script.parent / "runs/output/rank3.log").read_text().startswith("s1p1 from 0 to 2: ")
 
 
 @pytest.mark.parametrize(
