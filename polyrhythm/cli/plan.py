@@ -12,6 +12,8 @@ from polyrhythm.plan.options import PlanOptions, TrainingJob
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from polyrhythm.describe.cluster import Cluster
+    from polyrhythm.describe.model import ModelProfile
     from polyrhythm.plan.plan import Plan, Sources
     from polyrhythm.plan.predict import Prediction
     from polyrhythm.plan.problem import Problem
@@ -28,7 +30,8 @@ class PlanCommand:
     cluster: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CLUSTER")]
     """A TOML or JSON file, or the name of a bundled network."""
     profile: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROFILE")]
-    """A TOML or JSON file, or a built-in model such as gpt-24x2048x2048."""
+    """A TOML or JSON file; a built-in model such as gpt-24x2048x2048; a Hugging Face model such as
+    gpt2,n_layer=4, which is counted; or file.py:factory, which is measured here."""
     batch_size: int | None = None
     """Samples per step, over all pipelines; by default those of --running."""
     planner: tyro.conf.OmitArgPrefixes[PlanOptions] = field(default_factory=PlanOptions)
@@ -105,10 +108,46 @@ class PlanCommand:
 
         job = self._job(running)
         cluster = load_cluster(self.cluster)
-        profile = load_model(
-            self.profile, cluster, flops=self.flops, dtype=self.dtype, sizes=builtin_sizes(job)
-        )
+        if self._is_torch_model:
+            profile = self._profile_here(cluster, builtin_sizes(job))
+        else:
+            profile = load_model(
+                self.profile, cluster, flops=self.flops, dtype=self.dtype, sizes=builtin_sizes(job)
+            )
         return Problem(cluster=cluster, profile=profile, job=job)
+
+    @property
+    def _is_torch_model(self) -> bool:
+        """Whether the profile is a factory or a Hugging Face model, and is made here."""
+        from polyrhythm.describe.bundled_files import bundled
+        from polyrhythm.describe.profiles import is_builtin
+
+        is_file = Path(self.profile).suffix in (".json", ".toml") or Path(self.profile).is_file()
+        is_cluster = self.profile in bundled("networks")  # `load_model` says that they are swapped
+        return ":" in self.profile or not (is_file or is_cluster or is_builtin(self.profile))
+
+    def _profile_here(self, cluster: "Cluster", sizes: list[int]) -> "ModelProfile":
+        from polyrhythm.run.profile.hugging_face import HuggingFaceModel
+        from polyrhythm.run.profile.profile import count_profile, measure_profile
+
+        if ":" in self.profile:
+            if self.flops is not None:
+                raise PlanError(
+                    f"--flops {self.flops:g} for {self.profile}, which is measured",
+                    expected="--flops only with a built-in or a Hugging Face model",
+                    fix="leave --flops out",
+                )
+            return measure_profile(self.profile, dtype=self.dtype)
+        _ = HuggingFaceModel(self.profile).config  # refuses an unknown name first
+        flops = cluster.devices[0].flops if self.flops is None else self.flops
+        if flops is None:
+            raise PlanError(
+                f"{self.profile} without the speed of the devices",
+                expected="the operations per second of a device of speed 1, here or in the cluster",
+                fix="add --flops 6e13; `polyrhythm probe` measures it",
+            )
+        dtype = self.dtype or cluster.flops_dtype or "float32"
+        return count_profile(self.profile, flops=flops, sizes=sizes, dtype=dtype)
 
     def _job(self, running: "Plan | None") -> TrainingJob:
         batch_size = self.batch_size
@@ -166,23 +205,35 @@ class PlanCommand:
     def _show(
         self, chosen: "Prediction", planned: "PlanResult", problem: "Problem", console: "Console"
     ) -> None:
+        from polyrhythm.describe.write import write_model
         from polyrhythm.observe.plan_svg import draw_plan
         from polyrhythm.observe.plan_table import show_plan
         from polyrhythm.tables import print_line
 
         show_plan(chosen, planned, console)
         if self.out is not None:
-            replace(chosen.plan, sources=self._sources(self.out)).save(self.out)
+            profile = self.profile
+            if self._is_torch_model:  # other commands read it from the file
+                profile = str(self.out.with_name(f"{self.out.stem}.profile.json"))
+                write_model(problem.profile, Path(profile))
+                print_line(console, f"profile written to {profile}")
+            replace(chosen.plan, sources=self._sources(self.out, profile)).save(self.out)
             print_line(console, f"written to {self.out}")
         if self.svg is not None:
             self.svg.write_text(draw_plan(chosen.plan, problem.cluster), encoding="utf-8")
             print_line(console, f"drawn in {self.svg}")
 
-    def _sources(self, out: Path) -> "Sources":
+    def _sources(self, out: Path, profile: str) -> "Sources":
         from polyrhythm.plan.inputs import sources_of
 
+        is_builtin = profile == self.profile
         return sources_of(
-            self.cluster, self.profile, self.planner, file=out, flops=self.flops, dtype=self.dtype
+            self.cluster,
+            profile,
+            self.planner,
+            file=out,
+            flops=self.flops if is_builtin else None,
+            dtype=self.dtype if is_builtin else None,
         )
 
     def _no_such_plan(self, expected: str) -> PlanError:

@@ -21,12 +21,16 @@ class Profile:
     """Measure the layers of a torch model, or compute those of a built-in model.
 
     The factory returns the model (an nn.Sequential, or a list of layers) and an example input:
-    polyrhythm profile my_model:build -o profile.json
+    polyrhythm profile my_model.py:build -o profile.json
+
+    A Hugging Face model by its config: polyrhythm profile gpt2,n_layer=4,sequence=128
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """module:factory of a model to measure; or a built-in model, with --flops: bert-base,
-    bert-large, resnet50, or gpt-24x2048x2048 for 24 layers, a width of 2048 and 2048 tokens."""
+    """file.py:factory or module:factory of a model to measure; or a Hugging Face model, by type
+    (gpt2, llama) or folder with a config.json, and changed values of its config; or a built-in
+    model, with --flops: bert-base, bert-large, resnet50, or gpt-24x2048x2048 for 24 layers, a width
+    of 2048 and 2048 tokens."""
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("profile.json")
     """The profile to write, .json or .toml."""
     sizes: tuple[int, ...] = ()
@@ -40,7 +44,8 @@ class Profile:
     """Convert the model to this dtype; by default it stays as the factory made it. For a built-in
     model: its dtype, by default float32."""
     flops: float | None = None
-    """For a built-in model: operations per second of the device, such as 6e13."""
+    """For a built-in model: operations per second of the device, such as 6e13. A Hugging Face model
+    is then counted, not measured, and needs no memory."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.describe.write import check_target, write_model
@@ -49,15 +54,26 @@ class Profile:
 
         self._check()
         check_target(self.out, (".json", ".toml"))
-        write_model(self._measured(console) if ":" in self.model else self._counted(), self.out)
+        write_model(self._measured(console) if self._is_measured else self._counted(), self.out)
         description.show("model", str(self.out), console)
         print_line(console, f"written to {self.out}")
         return 0
 
-    def _counted(self) -> "ModelProfile":
-        from polyrhythm.describe.profiles import builtin_profile, layers_of
+    @property
+    def _is_measured(self) -> bool:
+        from polyrhythm.describe.profiles import is_builtin
 
-        layers_of(self.model)  # refuses an unknown name first
+        is_factory = ":" in self.model
+        return is_factory or (self.flops is None and not is_builtin(self.model))
+
+    def _counted(self) -> "ModelProfile":
+        from polyrhythm.describe.profiles import builtin_profile, is_builtin
+
+        if self.flops is not None and not is_builtin(self.model):
+            from polyrhythm.run.profile.profile import count_profile
+
+            dtype = self.dtype or "float32"
+            return count_profile(self.model, flops=self.flops, sizes=self.sizes, dtype=dtype)
         if self.flops is None:
             raise DescriptionError(
                 f"{self.model} without --flops",
@@ -101,12 +117,12 @@ class Profile:
             raise DescriptionError(
                 f"--repeat {self.repeat}", expected="1 to 1000", fix=f"omit --repeat for {_REPEAT}"
             )
-        if ":" not in self.model and (self.repeat != _REPEAT or self.device != "auto"):
+        if not self._is_measured and (self.repeat != _REPEAT or self.device != "auto"):
             option = f"--repeat {self.repeat}" if self.repeat != _REPEAT else "--device"
             raise DescriptionError(
                 f"{option} for {self.model}, which is computed, not measured",
-                expected="--repeat and --device only with module:factory",
-                fix=f"leave {option.split()[0]} out, or pass module:factory",
+                expected="--repeat and --device only for a model that is measured",
+                fix=f"leave {option.split()[0]} out, or pass file.py:factory",
             )
         sizes = self.sizes or (1,)
         repeated = len(set(sizes)) < len(sizes)
@@ -119,6 +135,6 @@ class Profile:
         if self.flops is not None and ":" in self.model:
             raise DescriptionError(
                 f"--flops {self.flops:g} for {self.model}, which is measured",
-                expected="--flops only with a built-in model",
+                expected="--flops only with a built-in or a Hugging Face model",
                 fix="leave --flops out",
             )

@@ -22,8 +22,8 @@ def call_factory(source: str) -> object:
     if not colon or not module_name or not name.isidentifier():
         raise DescriptionError(
             f"model {source!r}",
-            expected="module:factory, such as my_model:build for build() of my_model.py",
-            fix="name the module as `import` does, a colon, and the function in it",
+            expected="module:factory or file.py:factory, such as my_model.py:build",
+            fix="name the file, or the module as `import` does, a colon, and the function in it",
         )
     factory = _factory(_module(module_name), name)
     try:
@@ -32,7 +32,7 @@ def call_factory(source: str) -> object:
         raise DescriptionError(
             f"{source}() raises {error_summary(error)}",
             expected="a function that returns the model and an example of its input",
-            fix=f"debug it: python -c 'import {module_name}; {module_name}.{name}()'",
+            fix=f"debug it: python -c 'from {Path(module_name).stem} import {name}; {name}()'",
         ) from None
 
 
@@ -43,6 +43,8 @@ def error_summary(error: BaseException) -> str:
 
 
 def _module(name: str) -> ModuleType:
+    if name.endswith(".py"):
+        return _module_of_file(Path(name))
     here = str(Path.cwd())
     if here not in sys.path:  # as `python -m` does; the command itself is in another folder
         sys.path.insert(0, here)
@@ -59,6 +61,24 @@ def _module(name: str) -> ModuleType:
         raise _no_import(name, error) from None
     except (Exception, SystemExit) as error:
         raise _no_import(name, error) from None
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise DescriptionError(
+            f"{path}: no such file", expected="a Python file", fix="check its path"
+        )
+    sys.path.insert(0, str(path.absolute().parent))  # as `python file.py` does
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "its name ends in .py"
+    assert spec.loader is not None, "it is a file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise _no_import(path.stem, error) from None
+    return module
 
 
 def _no_import(name: str, error: BaseException) -> DescriptionError:

@@ -24,6 +24,7 @@ NAMES = (
     "densenet201[-IMAGE]",
     "inceptionv4[-IMAGE]",
 )
+SPELLINGS = ("gpt-24x2048x2048", "bert-base", "bert-large")  # to suggest
 _LARGEST = 10_000_000  # of any number in a name; more is a typing error
 _LONGEST = 80  # characters of a name in an error
 _GPT = re.compile(r"gpt-(\d+)x(\d+)x(\d+)(?:x(\d+))?(?:x(\d+))?", re.ASCII)
@@ -65,6 +66,11 @@ def builtin_profile(
     )
 
 
+def is_builtin(name: str) -> bool:
+    """Whether this is the name of a built-in model, if its numbers are right."""
+    return any(pattern.fullmatch(name) for pattern in (_GPT, _BERT, _IMAGES))
+
+
 def layers_of(name: str) -> list[LayerWork]:
     """Return the layers of the model of that name; raise DescriptionError if unknown."""
     try:
@@ -84,7 +90,7 @@ def layers_of(name: str) -> list[LayerWork]:
             return _IMAGE_MODELS[found[1]](**image)
     except DescriptionError as error:
         raise error.at(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}...") from None
-    raise unknown("model", name, NAMES, near=("gpt-24x2048x2048", "bert-base", "bert-large"))
+    raise unknown("model", name, NAMES, near=SPELLINGS)
 
 
 def _number(digits: str) -> int:

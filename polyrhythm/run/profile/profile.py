@@ -7,21 +7,62 @@ training mode. Memory comes first, for all sizes: a size at which a layer fails 
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from polyrhythm.describe.factory import call_factory, error_summary
 from polyrhythm.describe.measure import device_flops, device_of, device_text, finish
 from polyrhythm.describe.model import AtSize, Layer, ModelProfile
 from polyrhythm.describe.sample import Sample
-from polyrhythm.errors import DescriptionError
+from polyrhythm.describe.units import check_amount
+from polyrhythm.errors import DescriptionError, PlanError
+from polyrhythm.run.pipeline.partition import LayerSplit
+from polyrhythm.run.profile.hugging_face import HuggingFaceModel
 from polyrhythm.types import Bytes, Seconds
+
+
+class _PositionalInputs(nn.Module):
+    """Passes its last positional arguments to a module as keyword arguments `names`."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module, self._names = module, names
+
+    def forward(self, *values: Any) -> Any:
+        num_positional = len(values) - len(self._names)
+        named = dict(zip(self._names, values[num_positional:], strict=True))
+        return self.module(*values[:num_positional], **named)
+
+
+def split_layers_by_name(
+    split: LayerSplit, model: nn.Module, names: tuple[str, ...]
+) -> dict[str, nn.Module]:
+    """Return a model's layers, each as the stage that has it alone; the first takes all inputs.
+
+    `names` are the keyword arguments among these inputs, which come last. Nothing is copied.
+    """
+    if split.layers is None and isinstance(model, nn.Sequential):
+        parts = [layer for layer in model._modules.values() if layer is not None]
+        kinds = [type(layer).__name__ for layer in parts]
+    else:
+        num_layers = split.num_layers(model)
+        sizes = (1,) * num_layers
+        parts = [split.extract_stage(model, stage, sizes).module for stage in range(num_layers)]
+        kinds = [type(model).__name__] * num_layers
+    parts[0] = _PositionalInputs(parts[0], names)
+    layer_names = [f"{index}.{kind}" for index, kind in enumerate(kinds)]
+    return dict(zip(layer_names, parts, strict=True))
+
+
+_LISTS = (nn.Sequential, nn.ModuleList)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +76,16 @@ class ProfiledModel:
     @classmethod
     def of(cls, returned: object, *, source: str) -> Self:
         """Parse what a factory returned; raises DescriptionError."""
-        if not isinstance(returned, tuple | list) or len(returned) != 2:
+        if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
             raise _unusable_model(source, _kind(returned))
-        model, example = returned
-        layers = _layers(model, source)
+        model, example, *split = returned
+        named = dict(example) if isinstance(example, Mapping) else {}
         arguments = example if isinstance(example, tuple) else (example,)
+        if split or named or (isinstance(model, nn.Module) and not isinstance(model, _LISTS)):
+            layers = _layers_of_split(model, split[0] if split else LayerSplit(), named, source)
+        else:
+            layers = _layers(model, source)
+        arguments = tuple(named.values()) if named else arguments
         leaves = pytree.tree_leaves(arguments)
         tensors = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
         if not tensors or len(tensors[0]) == 0:
@@ -124,14 +170,15 @@ def measure_profile(
     on_progress: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """Profile the model that `module:factory` makes; the first of `sizes` is the profile's size.
+    """Profile a `module:factory`, or a Hugging Face model; the first of `sizes` is the profile's.
 
     Without `sizes`, size 1 is optional: it may be too small (for a batch norm), and is skipped
     with a warning. Raises DescriptionError, also for any error in the user's code.
     """
     torch_device = device_of(device)
     on_progress("nothing yet: the factory is running")
-    model = ProfiledModel.of(call_factory(source), source=source)
+    made = call_factory(source) if ":" in source else HuggingFaceModel(source).build()
+    model = ProfiledModel.of(made, source=source)
     float_type = None if dtype is None else getattr(torch, dtype)
     model = model.to(torch_device, float_type)
     first_size, *others = sizes or reversed(model.default_sizes())
@@ -158,6 +205,70 @@ def measure_profile(
         microbatch_size=first_size,
         layers=layers,
     )
+
+
+def count_profile(
+    source: str,
+    *,
+    flops: float,
+    sizes: Sequence[int] = (),
+    dtype: str = "float32",
+) -> ModelProfile:
+    """Count the layers of a Hugging Face model for a device of `flops` operations per second.
+
+    The model has no memory: shapes alone are computed. Times are those of products of matrices.
+    """
+    check_amount("flops", flops, zero=False)
+    with FakeTensorMode(), torch.device("meta"), torch.enable_grad():
+        made = HuggingFaceModel(source).build(getattr(torch, dtype))
+        model = ProfiledModel.of(made, source=source)
+        first_size, *others = sizes or (1,)
+        with _train_mode(model.layers):
+            found = {size: _counted(model, size, flops) for size in (first_size, *others)}
+    own = found.pop(first_size)
+    return ModelProfile(
+        name=source,
+        source="counted by shapes, not measured",
+        flops=flops,
+        flops_dtype=dtype,
+        microbatch_size=first_size,
+        layers=tuple(
+            Layer(
+                name=name,
+                forward=at.forward,
+                backward=at.backward,
+                parameter_bytes=sum(p.nbytes for p in layer.parameters()),
+                activation_bytes=at.activation_bytes,
+                stored_bytes=at.stored_bytes,
+                sizes=tuple(found[other][index] for other in sorted(found)),
+            )
+            for index, ((name, layer), at) in enumerate(zip(model.layers.items(), own, strict=True))
+        ),
+    )
+
+
+def _counted(model: ProfiledModel, size: int, flops: float) -> list[AtSize]:
+    memory = _forward_memory(model.layers, model.resized_example(size), size)
+    arguments = model.resized_example(size)
+    found = []
+    for (name, layer), (output_bytes, stored_bytes) in zip(
+        model.layers.items(), memory, strict=True
+    ):
+        with _describe_layer_errors(name, "forward", size), FlopCounterMode(display=False) as count:
+            value = layer(*arguments)
+            forward = count.get_total_flops()
+            outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        arguments = (pytree.tree_map_only(Tensor, _detached_copy, value),)
+        at = AtSize(
+            microbatch_size=size,
+            forward=forward / flops,
+            backward=(count.get_total_flops() - forward) / flops,
+            activation_bytes=output_bytes,
+            stored_bytes=stored_bytes,
+        )
+        found.append(at)
+    return found
 
 
 def _type_of(model: ProfiledModel) -> torch.dtype:
@@ -322,14 +433,17 @@ class _SavedTensor:
 
 
 def _live_storages(holders: list[weakref.ref[_SavedTensor]], layer: nn.Module) -> dict[int, Bytes]:
-    """Return the bytes of live storages by address, except for the layer's parameters."""
+    """Return the bytes of live storages by identity, except for the layer's parameters.
+
+    Not by the address of their data: tensors without data have none.
+    """
     held = [holder.tensor.untyped_storage() for each in holders if (holder := each()) is not None]
     # Collected after the forward: a lazy layer has no parameters before.
     own = {
-        tensor.untyped_storage().data_ptr()
+        tensor.untyped_storage()._cdata
         for tensor in itertools.chain(layer.parameters(), layer.buffers())
     }
-    return {each.data_ptr(): each.nbytes() for each in held if each.data_ptr() not in own}
+    return {each._cdata: each.nbytes() for each in held if each._cdata not in own}
 
 
 def _record_saved_tensors(
@@ -391,6 +505,20 @@ def _describe_layer_errors(name: str, action: str, size: int) -> Iterator[None]:
         ) from None
 
 
+def _layers_of_split(
+    model: object, split: object, named: Mapping[str, Any], source: str
+) -> dict[str, nn.Module]:
+    if not isinstance(model, nn.Module) or not isinstance(split, LayerSplit):
+        what = model if not isinstance(model, nn.Module) else split
+        raise _unusable_model(source, f"{_kind(what)} with a split")
+    if split.num_layers(model) == 1 and not isinstance(model, nn.Sequential):
+        raise _unusable_model(source, f"a {type(model).__name__} without a split")
+    try:
+        return split_layers_by_name(split, model, tuple(named))
+    except PlanError as error:
+        raise DescriptionError(error.wrong, expected=error.expected, fix=error.fix) from None
+
+
 def _layers(model: object, source: str) -> dict[str, nn.Module]:
     if isinstance(model, nn.Sequential):
         named = dict(model._modules)  # named_children() leaves out a layer's second appearance
@@ -412,8 +540,10 @@ def _unusable_model(source: str, what: str) -> DescriptionError:
     return DescriptionError(
         f"{source}() returned {what}",
         expected="two things: an nn.Sequential or a list of nn.Modules, "
-        "and a tensor for the first of them (a tuple if it takes several arguments)",
-        fix="return nn.Sequential(...), torch.randn(8, 512): the first dimension counts samples",
+        "and a tensor for the first of them (a tuple if it takes several arguments, a dict if by "
+        "name); for any other model also its LayerSplit",
+        fix="return nn.Sequential(...), torch.randn(8, 512): the first dimension counts samples; "
+        'or return model, example, LayerSplit(layers="model.layers", ...)',
     )
 
 

@@ -48,7 +48,7 @@ from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
-from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
+from polyrhythm.run.profile.profile import ProfiledModel, measure_layers, split_layers_by_name
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import JobProcesses, machine_name
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
@@ -237,7 +237,7 @@ def _partitioned_plan(
         )
         for replicas in (everyone[stage::num_stages] for stage in range(num_stages))
     ]
-    parts = list(_layers(config.split, model, ()).values())
+    parts = list(split_layers_by_name(config.split, model, ()).values())
     ends = list(accumulate(blocks, initial=0))
     work, needed = count_parameters([parts[a:b] for a, b in pairwise(ends)])
     counts = partition_within_memory(work, needed, limits)
@@ -499,7 +499,7 @@ def profile_layers(
     with preserve_rng_state(device):
         inputs = _first_inputs(config, dataset, max(sizes))
         arguments, keywords = as_arguments(inputs)
-        layers = _layers(config.split, _deepcopy_model(model), tuple(keywords))
+        layers = split_layers_by_name(config.split, _deepcopy_model(model), tuple(keywords))
         example = (*arguments, *keywords.values())
         tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()]
         if not tensors:
@@ -547,33 +547,6 @@ def preserve_rng_state(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-class _PositionalInputs(nn.Module):
-    """Passes its last positional arguments to a module as keyword arguments `names`."""
-
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.module, self._names = module, names
-
-    def forward(self, *values: Any) -> Any:
-        num_positional = len(values) - len(self._names)
-        named = dict(zip(self._names, values[num_positional:], strict=True))
-        return self.module(*values[:num_positional], **named)
-
-
-def _layers(split: LayerSplit, model: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
-    if split.layers is None and isinstance(model, nn.Sequential):
-        parts = [layer for layer in model._modules.values() if layer is not None]
-        kinds = [type(layer).__name__ for layer in parts]
-    else:
-        num_layers = split.num_layers(model)
-        sizes = (1,) * num_layers
-        parts = [split.extract_stage(model, stage, sizes).module for stage in range(num_layers)]
-        kinds = [type(model).__name__] * num_layers
-    parts[0] = _PositionalInputs(parts[0], names)
-    layer_names = [f"{index}.{kind}" for index, kind in enumerate(kinds)]
-    return dict(zip(layer_names, parts, strict=True))
 
 
 def _deepcopy_model(model: nn.Module) -> nn.Module:
