@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.processes import TERMINATED, exit_on_sigterm
+from polyrhythm.processes import FAILED, TERMINATED, exit_on_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ class TrainCommand:
             if error.status == TERMINATED:
                 return TERMINATED
             print(error.traceback, end="", file=sys.stderr)
-            raise
+            raise _without_shown_error(error) from None
 
     def _run_here(self, plan: "Plan | None", num_fits: int) -> int:
         from polyrhythm.lab.program import PRELOADED, preload, run_program
@@ -202,6 +202,14 @@ class TrainCommand:
 def _num_fits() -> int:
     trainer = sys.modules.get(_TRAINER)
     return 0 if trainer is None else int(trainer.Trainer.num_fits)
+
+
+def _without_shown_error(error: WorkerError) -> WorkerError:
+    """Shorten the error of the first process, whose traceback ends with it and is shown."""
+    if error.output is not None or not error.traceback or error.status != FAILED:
+        return error
+    name = str(error).removesuffix(f" {error.reason}")
+    return WorkerError(error.rank, name, "failed, as above", status=error.status, output=None)
 
 
 def _forward_sigterm(request_stop: "Callable[[], None]") -> None:

@@ -166,7 +166,7 @@ trainer.fit(max_steps=20)
         ("data", "1", 10, "rank 1 refused: sample 37"),
         pytest.param("data", "01", 10, "refused: sample 37", marks=pytest.mark.long),
         pytest.param("model", "1", 16, "rank 1 failed: ZeroDiv", marks=pytest.mark.long),
-        ("model", "01", 16, "failed: ZeroDivisionError: broken model"),
+        ("model", "01", 16, "\nZeroDivisionError: broken model\n"),
     ],
 )
 def test_traceback_of_the_users_code_is_shown_once(

@@ -114,27 +114,23 @@ def _chosen_degrees(config: TrainerConfig, source: Plan | Path | str) -> Degrees
 
 def _check_splittable(split: LayerSplit, model: nn.Module, num_stages: int) -> None:
     """Refuse several stages of a model without a list of layers; name the lists that it has."""
-    if num_stages == 1:
+    if num_stages == 1 or isinstance(model, nn.Sequential) or split.num_layers(model) > 1:
         return
-    modules = dict(model.named_modules(remove_duplicate=False))
-    if split.layers is not None and split.layers not in modules:
-        split.extract_stage(model, 0, (1,))  # raises, with the names of the lists
-    if split.layers is None and not isinstance(model, nn.Sequential):
-        lists = {
-            name: len(module)
-            for name, module in modules.items()
-            if isinstance(module, nn.ModuleList)
-        }
+    try:
+        split.extract_stage(model, 0, (1,) * num_stages)
+    except PlanError as error:
+        modules = model.named_modules(remove_duplicate=False)
+        lists = {name: len(each) for name, each in modules if isinstance(each, nn.ModuleList)}
+        if split.layers is not None or not lists:
+            raise
         names = sorted(lists, key=lambda name: -lists[name])[:4]
         shown = ", ".join(f"{name} ({lists[name]})" for name in names)
         raise PlanError(
-            f"{num_stages} stages of a {type(model).__name__}, and no split=",
-            expected="an nn.Sequential, or the name of the list of layers to split the model along",
+            error.wrong,
+            expected=error.expected,
             fix=f'name `split=`: split=LayerSplit(layers="{names[0]}", prologue=[...], '
-            f"epilogue=[...]); lists of this model, with their lengths: {shown}"
-            if names
-            else "use one stage, or write the model as an nn.Sequential",
-        )
+            f"epilogue=[...]); lists of this model, with their lengths: {shown}",
+        ) from None
 
 
 def _given_plan(source: Plan | Path | str, split: LayerSplit, model: nn.Module) -> Plan:
