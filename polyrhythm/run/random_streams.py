@@ -24,9 +24,10 @@ import inspect
 import logging
 import random
 import re
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -231,10 +232,10 @@ class DrawWatch:
 @contextmanager
 def watched_draws() -> Iterator[DrawWatch]:
     """Watch for draws of this thread while another one may draw, too; it may find too many."""
-    watch, mode, before = DrawWatch(), _TorchDraws(), _global_states()
+    watch, mode, before = DrawWatch(), _TorchDraws(), _numpy_and_python_states()
     with mode:
         yield watch
-    watch.has_drawn = mode.has_drawn or _global_states()[1:] != before[1:]
+    watch.has_drawn = mode.has_drawn or _numpy_and_python_states() != before
 
 
 class _TorchDraws(TorchFunctionMode):
@@ -245,9 +246,10 @@ class _TorchDraws(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "").rstrip("_")
-        if kwargs.get("generator") is None and _RANDOM_FUNCTIONS.fullmatch(name):
+        if kwargs is None:
+            kwargs = {}
+        is_random = _is_random_name(getattr(function, "__name__", ""))
+        if is_random and kwargs.get("generator") is None:
             self.has_drawn = True
         return function(*args, **kwargs)
 
@@ -262,10 +264,20 @@ _RANDOM_FUNCTIONS = re.compile(
 )
 
 
-def _global_states() -> tuple[bytes, bytes, tuple[Any, ...]]:
+@cache
+def _is_random_name(name: str) -> bool:
+    """Return whether a function of torch has the name of a random one."""
+    return _RANDOM_FUNCTIONS.fullmatch(name.rstrip("_")) is not None
+
+
+def _global_states() -> tuple[Any, ...]:
     """Return what changes if the global generator of torch (CPU), numpy or random is used."""
     torch_state = torch.default_generator.get_state()
-    return torch_state.numpy().tobytes(), _numpy_state(), random.getstate()
+    return torch_state.numpy().tobytes(), *_numpy_and_python_states()
+
+
+def _numpy_and_python_states() -> tuple[Any, ...]:
+    return _numpy_state(), *_python_state()
 
 
 def _numpy_state() -> bytes:
@@ -274,3 +286,28 @@ def _numpy_state() -> bytes:
     if not isinstance(generator, np.random.MT19937):
         return b""  # the user's own, which cannot be seeded like the default one
     return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+
+
+def _python_state() -> tuple[Any, ...]:
+    """Return the memory of random's generator, if known: `getstate` takes 20 times as long."""
+    address = _python_state_address()
+    if address is None:
+        return random.getstate()
+    # `gauss` draws two numbers at a time and keeps the second one in this attribute.
+    return ctypes.string_at(address, _MT19937_BYTES), _python_generator().gauss_next
+
+
+def _python_generator() -> Any:
+    return random.random.__self__  # type: ignore[attr-defined]
+
+
+@cache
+def _python_state_address() -> int | None:
+    """Return where CPython has the state of random's generator; None if it is not there."""
+    generator = _python_generator()
+    if type(generator).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+        return None
+    address = id(generator) + object.__basicsize__
+    _, (*words, index), _ = generator.getstate()
+    expected = struct.pack(f"=i{len(words)}I", index, *words)
+    return address if ctypes.string_at(address, _MT19937_BYTES) == expected else None

@@ -51,6 +51,24 @@ def test_any_range_equals_that_slice_of_the_whole_order(
     assert np.array_equal(
         order.ids(start, start + length), order.ids(0, start + length)[start : start + length]
     )
+    assert order.samples(start, start + length) == order.ids(start, start + length).tolist()
+
+
+def test_few_samples_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls, ids = 0, SampleOrder.ids
+
+    def counted(order: SampleOrder, start: int, end: int) -> np.ndarray:
+        nonlocal num_calls
+        num_calls += 1
+        return ids(order, start, end)
+
+    monkeypatch.setattr(SampleOrder, "ids", counted)
+    order = SampleOrder(123_457, 987)
+    found = [sample for start in range(0, 1000, 2) for sample in order.samples(start, start + 2)]
+    assert found == ids(order, 0, 1000).tolist()
+    assert num_calls < 5
+    end = 1 << 62
+    assert order.samples(end - 2, end) == ids(order, end - 2, end).tolist()
 
 
 def test_epochs_and_seeds_differ() -> None:

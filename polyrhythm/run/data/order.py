@@ -17,6 +17,7 @@ generators", OOPSLA 2014 (SplitMix64). Departure: more rounds, which shuffles of
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from polyrhythm.errors import UserError
 
 _ROUNDS = 6  # even: both digits change equally often
 _BLOCK = 1 << 15  # positions at a time, which fit in the cache
+_CACHED = 512  # positions that are computed at once for micro-batches; a call costs as much as 100
 _MAX_SAMPLES = 1 << 62  # also the largest position
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / the golden ratio, odd: SplitMix64's step
 _HALF = np.uint64(32)  # bits in half a word; a digit has at most 31
@@ -65,6 +67,16 @@ class SampleOrder:
             found[block - start : stop - start] = self._block(block, stop)
         return found
 
+    def samples(self, start: int, end: int) -> list[int]:
+        """Return what `ids` does, for the few positions of a micro-batch, mostly from a cache."""
+        found = list[int]()
+        while start < end:
+            number, offset = divmod(start, _CACHED)
+            part = _cached_samples(self, number)[offset : offset + end - start]
+            found += part
+            start += len(part)
+        return found
+
     def _block(self, start: int, end: int) -> NDArray[np.int64]:
         positions = np.arange(start, end, dtype=np.uint64)
         epochs, indices = np.divmod(positions, np.uint64(self.num_samples))
@@ -94,6 +106,12 @@ class SampleOrder:
             high = _add_digits(high, _mix_bits(keys[number] ^ low), a)
             low = _add_digits(low, _mix_bits(keys[number + 1] ^ high), b)
         return high * b + low
+
+
+@lru_cache(maxsize=8)  # blocks: of training, an evaluation, and steps that are read ahead
+def _cached_samples(order: SampleOrder, number: int) -> list[int]:
+    start = number * _CACHED
+    return order.ids(start, min(start + _CACHED, _MAX_SAMPLES)).tolist()
 
 
 def _add_digits(digits: _UInt64Array, words: _UInt64Array, base: np.uint64) -> _UInt64Array:
