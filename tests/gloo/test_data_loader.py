@@ -1,5 +1,6 @@
 """Loading samples: batches hold the right ones, and errors name the sample."""
 
+import dataclasses
 import json
 import random
 import threading
@@ -11,8 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
+from transformers.utils import ModelOutput
 
 from polyrhythm.run.data.loader import SampleLoader, check_fingerprint, fingerprint_of
 from polyrhythm.run.data.order import DataError, SampleOrder
@@ -113,7 +118,14 @@ def test_dataset_that_draws_is_not_prefetched(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize(
-    "draw", [random.random, np.random.rand, lambda: torch.rand(1), lambda: torch.ones(1).normal_()]
+    "draw",
+    [
+        random.random,
+        lambda: random.gauss(0.0, 1.0),  # half of these calls change only `gauss_next`
+        np.random.rand,
+        lambda: torch.rand(1),
+        lambda: torch.ones(1).normal_(),
+    ],
 )
 def test_draw_in_the_prefetch_thread_is_noticed(
     draw: Callable[[], Any], caplog: pytest.LogCaptureFixture
@@ -199,12 +211,117 @@ def test_fingerprint_of_large_images_finds_another_draw_in_a_sample_of_their_ele
 
 
 @pytest.mark.parametrize(
-    "collate", [lambda items: items[0][0], lambda items: (1, 2, 3), lambda items: 1 / 0]
+    "collate",
+    [
+        lambda items: items[0][0],
+        lambda items: torch.ones(2, 3),  # not the inputs and the target of two samples
+        lambda items: "ab",
+        lambda items: (1, 2, 3),
+        lambda items: 1 / 0,
+    ],
 )
 def test_collate_without_input_target_pair_is_an_error(collate: Any) -> None:
     samples = SampleLoader(numbers(9), SampleOrder(9), collate)
     with pytest.raises(DataError, match=r"3 samples at positions 0 to 1, 5 to 5"):
         samples.load(((0, 2), (5, 6)))
+
+
+@dataclasses.dataclass
+class NamedBatch:
+    x: Any = None
+    mask: Any = None
+    labels: Any = None
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        lambda items: {"x": [x for x, _ in items], "label": [y for _, y in items]},
+        lambda items: BatchEncoding({"x": [x for x, _ in items], "labels": [y for _, y in items]}),
+        lambda items: NamedBatch(x=[x for x, _ in items], labels=[y for _, y in items]),
+        lambda items: ModelOutput(x=[x for x, _ in items], labels=[y for _, y in items]),
+        lambda items: ({"x": [x for x, _ in items]}, [y for _, y in items]),
+    ],
+)
+def test_batch_by_name_has_labels_as_its_target(collate: Any) -> None:
+    samples = SampleLoader(numbers(9), SampleOrder(9, shuffle=False), collate)
+    (found,) = samples.load_microbatches(((1, 3),), [2]).microbatches
+    assert (found.args, found.kwargs, found.target) == ((), {"x": [1, 2]}, [10, 20])
+
+
+@pytest.mark.parametrize("make", [dict, BatchEncoding])
+def test_items_by_name_are_collated_by_default(make: Any) -> None:
+    items = [
+        make({"input_ids": [i, i], "pixels": np.ones(3) * i, "text": "a", "labels": i})
+        for i in range(4)
+    ]
+    (found,) = (
+        SampleLoader(items, SampleOrder(4, shuffle=False))
+        .load_microbatches(((1, 3),), [2])
+        .microbatches
+    )
+    assert found.kwargs["input_ids"].tolist() == [[1, 1], [2, 2]]  # not transposed
+    assert found.kwargs["pixels"].shape == (2, 3)
+    assert found.kwargs["text"] == ["a", "a"]
+    assert found.target.tolist() == [1, 2]
+
+
+def ragged(count: int) -> list[dict[str, list[int]]]:
+    return [{"input_ids": [1] * (i + 1), "labels": [1] * (i + 1)} for i in range(count)]
+
+
+def padded_without_token(items: list[Any]) -> Any:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 1})))
+    return DataCollatorWithPadding(tokenizer)(items)
+
+
+@pytest.mark.parametrize(
+    ("collate", "wrong", "fix"),
+    [
+        (lambda items: None, "is nothing (None)", "return the batch"),
+        (lambda items: {"x": 1}, "has no labels, but 'x'", "DataCollatorForLanguageModeling"),
+        (None, "item['input_ids'] has shapes (3,) and (4,)", "DataCollatorWithPadding"),
+        (padded_without_token, "ValueError: Asking to pad", "its own error is the cause"),
+    ],
+)
+def test_unusable_batch_is_refused_with_its_positions(collate: Any, wrong: str, fix: str) -> None:
+    samples = SampleLoader(ragged(9), SampleOrder(9, shuffle=False), collate)
+    with pytest.raises(DataError) as caught:
+        samples.load(((2, 4),))
+    assert "2 samples at positions 2 to 3" in caught.value.wrong
+    assert wrong in caught.value.wrong
+    assert fix in caught.value.fix
+
+
+class Batched(Dataset):
+    """Reads several samples at once, as Dataset of Hugging Face datasets does."""
+
+    def __init__(self) -> None:
+        self.read, self.is_short = list[list[int]](), False
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, sample: int) -> Any:
+        raise AssertionError("read one by one")
+
+    def __getitems__(self, samples: list[int]) -> list[tuple[int, int]]:
+        if 8 in samples:
+            raise OSError("torn")
+        self.read.append(samples)
+        return [(i, i) for i in samples][self.is_short :]
+
+
+def test_batched_read_is_used_where_a_dataset_has_it() -> None:
+    dataset = Batched()
+    samples = SampleLoader(dataset, SampleOrder(9, shuffle=False))
+    assert samples.load(((1, 3), (5, 6))).inputs.tolist() == [1, 2, 5]
+    assert dataset.read == [[1, 2], [5]]
+    with pytest.raises(DataError, match=r"samples \[7, 8\], at positions 7 to 8: OSError: torn"):
+        samples.load(((7, 9),))
+    dataset.is_short = True
+    with pytest.raises(DataError, match="__getitems__ of the Batched returned 1"):
+        samples.load(((0, 2),))
 
 
 def test_custom_collate_fn_is_used() -> None:

@@ -23,7 +23,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -51,8 +51,9 @@ from polyrhythm.types import Seconds
 
 _logger = logging.getLogger(__name__)
 
-Collate = Callable[[list[Any]], Sequence[Any]]
+Collate = Callable[[list[Any]], Any]
 PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or a future of them; () for none
+_LABELS = ("labels", "label", "label_ids")  # the target in a batch by name
 _NUM_SUMS, _NUM_ELEMENTS = 16, 7  # of a fingerprint; elements of each tensor
 _MAX_SUMMED = 4096  # elements of a tensor that its mean is over
 _TOLERANCE = 1e-3  # far above rounding, far below a random draw
@@ -87,10 +88,13 @@ class SampleLoader:
         seed: int = 0,
         has_fingerprints: bool = False,
     ) -> None:
-        """`collate_fn` turns a list of items into (inputs, target); the default is torch's."""
+        """`collate_fn` turns a list of items into a batch; the default is `collate_items`.
+
+        A batch is (inputs, target), or a Mapping: its `labels` are the target, the rest inputs.
+        """
         self.num_samples = None if order is None else order.num_samples  # None: iterable
         self._reader = make_reader(dataset, order)
-        self._collate: Collate = default_collate if collate_fn is None else collate_fn
+        self._collate_fn = collate_fn
         self._seed, self._has_fingerprints = seed, has_fingerprints
         self._read_lock = threading.Lock()
         self._draws = False  # the dataset or `collate_fn` has drawn random numbers
@@ -152,15 +156,19 @@ class SampleLoader:
 
     def _collated(self, ranges: Ranges) -> CollatedSamples:
         items = list(self._reader.read(ranges))
+        where = f"{len(items)} samples at positions {_shown(ranges)}"
         try:
-            inputs, target = self._collate(items)
+            batch = (self._collate_fn or collate_items)(items)
         except Exception as error:
-            raise DataError(
-                f"{len(items)} samples at positions {_shown(ranges)} cannot be collated: "
-                f"{type(error).__name__}: {error}",
-                expected="a list of items that collates to (inputs, target)",
-                fix="pass a collate_fn that returns these two",
-            ) from error
+            why = f"{where} cannot be collated: {type(error).__name__}: {error}"
+            if self._collate_fn is not None:
+                raise DataError(
+                    why,
+                    expected="a collate_fn that returns a batch of these items",
+                    fix="correct the collate_fn or what it uses; its own error is the cause above",
+                ) from error
+            raise _uncollated(why, items) from error
+        inputs, target = inputs_and_target(batch, where)
         return CollatedSamples(ranges, inputs, target)
 
     def state_at(self, position: int) -> DatasetState | None:
@@ -171,6 +179,89 @@ class SampleLoader:
         """Read an iterable dataset from this state on; earlier positions cannot be read."""
         with self._read_lock:
             self._reader.resume_from(state)
+
+
+def collate_items(items: list[Any]) -> Any:
+    """Collate as torch does; the lists of numbers in items by name, tokens mostly, are tensors."""
+    named = [_by_name(item) for item in items]
+    if all(item is not None for item in named):
+        items = [{k: _as_tensor(v) for k, v in item.items()} for item in named if item is not None]
+    return default_collate(items)
+
+
+def inputs_and_target(batch: Any, where: str) -> tuple[Any, Any]:
+    """Divide a batch: a pair, or a Mapping whose `labels` are the target; raises DataError."""
+    if (named := _by_name(batch)) is not None:
+        label = next((key for key in _LABELS if named.get(key) is not None), None)
+        if label is not None:
+            return {key: value for key, value in named.items() if key != label}, named[label]
+        raise DataError(
+            f"the batch of {where} has no labels, but {', '.join(map(repr, named)) or 'nothing'}",
+            expected="the target of the loss under the name `labels` or `label`",
+            fix="add labels to the items or in collate_fn (DataCollatorForLanguageModeling does); "
+            "for a loss without a target let collate_fn return (inputs, None)",
+        )
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    found = (
+        f"{len(batch)} parts" if isinstance(batch, tuple | list) else f"a {type(batch).__name__}"
+    )
+    raise DataError(
+        f"the batch of {where} is {'nothing (None)' if batch is None else found}",
+        expected="(inputs, target), or a dict with `labels`",
+        fix="let collate_fn return the batch"
+        if batch is None
+        else "pass items or a collate_fn with these two; several inputs: ((a, b), target)",
+    )
+
+
+def _by_name(batch: Any) -> dict[str, Any] | None:
+    """Return the parts of a dict, BatchEncoding, ModelOutput or dataclass; None of others."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        found = {field.name: getattr(batch, field.name) for field in fields(batch)}
+        return {name: value for name, value in found.items() if value is not None}
+    return None
+
+
+def _as_tensor(value: Any) -> Any:
+    """Turn a list of numbers, maybe nested, into a tensor: torch would transpose a batch of it."""
+    first = value
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    is_numbers = isinstance(value, list | tuple) and isinstance(first, int | float | list | tuple)
+    return torch.tensor(value) if is_numbers else value
+
+
+def _uncollated(why: str, items: list[Any]) -> DataError:
+    """Name a part of items, such as tokens, whose lengths differ."""
+    shapes = [_shapes(item) for item in items]
+    for path, shape in shapes[0].items():
+        others = (found.get(path) for found in shapes)
+        if (other := next((x for x in others if x != shape), None)) is not None:
+            what = f"item{path} has shapes {shape} and {other}"
+            return DataError(
+                f"{why}; {what}",
+                expected="items of equal shape, or a collate_fn that pads them",
+                fix="pass one, such as DataCollatorWithPadding(tokenizer) of transformers",
+            )
+    return DataError(
+        why,
+        expected="items of tensors, arrays, numbers and strings, in tuples, lists and dicts",
+        fix="pass a collate_fn that returns (inputs, target), or a dict with `labels`",
+    )
+
+
+def _shapes(item: Any) -> dict[str, tuple[int, ...]]:
+    leaves, _ = pytree.tree_flatten_with_path(
+        _by_name(item) or item, is_leaf=lambda value: isinstance(value, list)
+    )
+    return {
+        pytree.keystr(path): tuple(leaf.shape) if hasattr(leaf, "shape") else (len(leaf),)
+        for path, leaf in leaves
+        if hasattr(leaf, "shape") or isinstance(leaf, list)
+    }
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

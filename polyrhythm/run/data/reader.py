@@ -11,7 +11,7 @@ generators equally: several stages of a pipeline read the same samples.
 """
 
 import base64
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -86,8 +86,13 @@ class IndexedReader:
         self._dataset, self._order = dataset, order
 
     def read(self, ranges: Ranges) -> Iterator[Any]:
+        read_many = getattr(self._dataset, "__getitems__", None)  # as torch's DataLoader does
         for start, end in ranges:
-            for position, sample in enumerate(self._order.ids(start, end).tolist(), start):
+            samples = self._order.samples(start, end)
+            if callable(read_many):
+                yield from self._read_many(read_many, samples, start)
+                continue
+            for position, sample in enumerate(samples, start):
                 try:
                     item = self._dataset[sample]
                 except Exception as error:
@@ -95,6 +100,22 @@ class IndexedReader:
                         f"sample {sample}, at position {position}", error
                     ) from error
                 yield item
+
+    def _read_many(
+        self, read_many: Callable[[list[int]], Any], samples: list[int], start: int
+    ) -> list[Any]:
+        what = f"samples {samples}, at positions {start} to {start + len(samples) - 1}"
+        try:
+            items = list(read_many(list(samples)))
+        except Exception as error:
+            raise _sample_error(what, error) from error
+        if len(items) != len(samples):
+            raise DataError(
+                f"{what}: __getitems__ of the {type(self._dataset).__name__} returned {len(items)}",
+                expected=f"a list of {len(samples)} items, in this order",
+                fix="correct or remove __getitems__: without it, items are read one by one",
+            )
+        return items
 
     def state_at(self, position: int) -> None:
         return None
