@@ -7,7 +7,8 @@
 Each micro-batch is read and collated by itself, with the global random generators seeded by its
 position: what a collator draws, and how far it pads, depends neither on the stage that reads it
 nor on the number of pipelines. All threads share these generators. So a dataset that draws is read
-by the training thread, between steps; one that does not is prefetched, and watched.
+by the training thread, between steps; one that does not is prefetched, and watched. Processes of
+`worker_pool.py` have generators of their own, and read both kinds ahead.
 
 A fingerprint of what the first stage has read goes to the other stages, which compare their own:
 a dataset that returns other items in each process would train on inputs and targets of different
@@ -21,9 +22,12 @@ any. An error of a prefetched batch is raised when the batch is requested.
 import hashlib
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -35,7 +39,14 @@ from torch.utils.data import default_collate
 
 from polyrhythm.run.coordinator.client import SampleFuture
 from polyrhythm.run.data.order import DataError, SampleOrder
-from polyrhythm.run.data.reader import DatasetState, StreamReader, make_reader
+from polyrhythm.run.data.reader import DatasetState, IndexedReader, StreamReader, make_reader
+from polyrhythm.run.data.worker_pool import (
+    CLOSE_TIMEOUT,
+    NO_WORKERS,
+    WorkerOptions,
+    WorkerPool,
+    pinned,
+)
 from polyrhythm.run.pipeline.batch import (
     BatchHeader,
     BatchSlice,
@@ -47,7 +58,6 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.pipeline.stage_modules import later_stage_keywords
 from polyrhythm.run.random_streams import seeded_draws, watched_draws
 from polyrhythm.sync.dispatch import Ranges
-from polyrhythm.types import Seconds
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +67,6 @@ _LABELS = ("labels", "label", "label_ids")  # the target in a batch by name
 _NUM_SUMS, _NUM_ELEMENTS = 16, 7  # of a fingerprint; elements of each tensor
 _MAX_SUMMED = 4096  # elements of a tensor that its mean is over
 _TOLERANCE = 1e-3  # far above rounding, far below a random draw
-CLOSE_TIMEOUT: Seconds = 5.0  # for the sample that the thread is loading
 
 
 class CollatedSamples(NamedTuple):
@@ -76,85 +85,26 @@ class LoadedBatch(NamedTuple):
         return [microbatch.size for microbatch in self.microbatches]
 
 
-class SampleLoader:
-    """Loads batches in one process. Any thread may call it; one at a time reads a micro-batch."""
+class MicrobatchReader:
+    """Reads and collates micro-batches in one process."""
 
     def __init__(
-        self,
-        dataset: Any,
-        order: SampleOrder | None,
-        collate_fn: Collate | None = None,
-        *,
-        seed: int = 0,
-        has_fingerprints: bool = False,
+        self, reader: IndexedReader | StreamReader, collate_fn: Collate | None, seed: int
     ) -> None:
-        """`collate_fn` turns a list of items into a batch; the default is `collate_items`.
+        self._reader, self._collate_fn, self._seed = reader, collate_fn, seed
 
-        A batch is (inputs, target), or a Mapping: its `labels` are the target, the rest inputs.
-        """
-        self.num_samples = None if order is None else order.num_samples  # None: iterable
-        self._reader = make_reader(dataset, order)
-        self._collate_fn = collate_fn
-        self._seed, self._has_fingerprints = seed, has_fingerprints
-        self._read_lock = threading.Lock()
-        self._draws = False  # the dataset or `collate_fn` has drawn random numbers
-        self._may_draw = False  # in the prefetch thread; another thread may have drawn them
+    def read_seeded(self, ranges: Ranges) -> "SeededSamples":
+        """Read with seeded generators, from which no other thread may draw meanwhile."""
+        state = None
+        if isinstance(self._reader, StreamReader):
+            with seeded_draws(self._seed, -1):  # it may start again, and skip samples
+                state = self._reader.seek(ranges)
+        with seeded_draws(self._seed, ranges[0][0]) as watch:
+            collated = self.read(ranges)
+        return SeededSamples(collated, watch.has_drawn, state)
 
-    def load(self, ranges: Ranges) -> CollatedSamples:
-        """Load and collate samples in the calling thread, with seeded random generators."""
-        with self._read_lock:
-            if isinstance(self._reader, StreamReader):
-                with seeded_draws(self._seed, -1):  # it may start again, and skip samples
-                    self._reader.seek(ranges)
-            with seeded_draws(self._seed, ranges[0][0]) as watch:
-                collated = self._collated(ranges)
-        if watch.has_drawn and not self._draws and self._may_draw:
-            _logger.warning(
-                "samples at positions %s draw random numbers and earlier ones did not: dropout "
-                "masks of the last step may differ from those on another number of processes",
-                _shown(ranges),
-            )
-        if watch.has_drawn and not self._draws:
-            self._draws = True
-            _logger.info(
-                "the dataset or collate_fn draws from global random generators: it is read between "
-                "steps, not prefetched; to prefetch, draw from a generator that is seeded with the "
-                "sample's index"
-            )
-        return collated
-
-    def load_microbatches(self, ranges: Ranges, sizes: Sequence[int]) -> LoadedBatch:
-        """Load a batch in the training thread; no other thread may draw random numbers."""
-        return self._batch(ranges, [self.load(part) for part in split_ranges(ranges, sizes)])
-
-    def prefetch_microbatches(self, ranges: Ranges, sizes: Sequence[int]) -> LoadedBatch | None:
-        """Load a batch in another thread, without seeds; None if it draws random numbers."""
-        parts = list[CollatedSamples]()
-        for part in split_ranges(ranges, sizes):
-            if self._draws:
-                return None
-            with self._read_lock, watched_draws() as watch:
-                parts.append(self._collated(part))
-            if watch.has_drawn:
-                if not self._may_draw:
-                    _logger.info(
-                        "a prefetched batch is read again: random numbers were drawn meanwhile, by "
-                        "the dataset or by another thread, which should use its own generator"
-                    )
-                self._may_draw = True
-                return None
-        return self._batch(ranges, parts)
-
-    def _batch(self, ranges: Ranges, parts: Sequence[CollatedSamples]) -> LoadedBatch:
-        microbatches = list[Microbatch]()
-        for part in parts:
-            args, kwargs = as_arguments(part.inputs)
-            size = num_positions(part.ranges)
-            microbatches.append(Microbatch(size=size, args=args, kwargs=kwargs, target=part.target))
-        fingerprint = fingerprint_of(microbatches) if self._has_fingerprints else None
-        return LoadedBatch(ranges, microbatches, fingerprint)
-
-    def _collated(self, ranges: Ranges) -> CollatedSamples:
+    def read(self, ranges: Ranges) -> CollatedSamples:
+        """Read without seeds."""
         items = list(self._reader.read(ranges))
         where = f"{len(items)} samples at positions {_shown(ranges)}"
         try:
@@ -171,12 +121,126 @@ class SampleLoader:
         inputs, target = inputs_and_target(batch, where)
         return CollatedSamples(ranges, inputs, target)
 
+
+class SeededSamples(NamedTuple):
+    samples: CollatedSamples
+    has_drawn: bool  # random numbers
+    state: DatasetState | None  # of an iterable dataset, before these samples
+
+
+class SampleLoader:
+    """Loads batches in one process. Any thread may call it; one at a time reads a micro-batch."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: SampleOrder | None,
+        collate_fn: Collate | None = None,
+        *,
+        seed: int = 0,
+        has_fingerprints: bool = False,
+        workers: WorkerOptions = NO_WORKERS,
+    ) -> None:
+        """`collate_fn` turns a list of items into a batch; the default is `collate_items`.
+
+        A batch is (inputs, target), or a Mapping: its `labels` are the target, the rest inputs.
+        """
+        self.num_samples = None if order is None else order.num_samples  # None: iterable
+        self._dataset, self._reader = dataset, make_reader(dataset, order)
+        self._microbatches = MicrobatchReader(self._reader, collate_fn, seed)
+        self._has_fingerprints = has_fingerprints
+        if workers.pin_memory and not torch.accelerator.is_available():
+            warnings.warn("pin_memory has no effect: there is no accelerator", stacklevel=2)
+            workers = replace(workers, pin_memory=False)
+        if workers.num_workers and order is None:  # it is read forward, by one process
+            ahead = workers.num_workers * workers.prefetch_factor
+            workers = replace(workers, num_workers=1, prefetch_factor=ahead)
+        self.workers = workers
+        self._pool: WorkerPool | None = None
+        self._read_lock = threading.Lock()
+        self._draws = False  # the dataset or `collate_fn` has drawn random numbers
+        self._may_draw = False  # in the prefetch thread; another thread may have drawn them
+
+    def load(self, ranges: Ranges) -> CollatedSamples:
+        """Load and collate samples in the calling thread, with seeded random generators."""
+        with self._read_lock:
+            found = self._microbatches.read_seeded(ranges)
+        if found.has_drawn and not self._draws and self._may_draw:
+            _logger.warning(
+                "samples at positions %s draw random numbers and earlier ones did not: dropout "
+                "masks of the last step may differ from those on another number of processes",
+                _shown(ranges),
+            )
+        if found.has_drawn and not self._draws:
+            self._draws = True
+            _logger.info(
+                "the dataset or collate_fn draws from global random generators: it is read between "
+                "steps, not prefetched; to prefetch, draw from a generator that is seeded with the "
+                "sample's index, or use DataConfig(num_workers=...)"
+            )
+        return found.samples
+
+    def load_microbatches(self, ranges: Ranges, sizes: Sequence[int]) -> LoadedBatch:
+        """Load a batch in the training thread; no other thread may draw random numbers."""
+        return self.batch(ranges, [self.load(part) for part in split_ranges(ranges, sizes)])
+
+    def prefetch_microbatches(self, ranges: Ranges, sizes: Sequence[int]) -> LoadedBatch | None:
+        """Load a batch in another thread, without seeds; None if it draws random numbers."""
+        parts = list[CollatedSamples]()
+        for part in split_ranges(ranges, sizes):
+            if self._draws:
+                return None
+            with self._read_lock, watched_draws() as watch:
+                parts.append(self._microbatches.read(part))
+            if watch.has_drawn:
+                if not self._may_draw:
+                    _logger.info(
+                        "a prefetched batch is read again: random numbers were drawn meanwhile, by "
+                        "the dataset or by another thread, which should use its own generator"
+                    )
+                self._may_draw = True
+                return None
+        return self.batch(ranges, parts)
+
+    def submit(self, ranges: Ranges) -> "Future[SeededSamples]":
+        """Read a micro-batch in a worker process."""
+        if self._pool is None:
+            self._pool = WorkerPool(self._microbatches.read_seeded, self._dataset, self.workers)
+        return self._pool.submit(ranges)
+
+    def collect(self, future: "Future[SeededSamples]") -> CollatedSamples:
+        """Wait for a micro-batch of `submit`."""
+        found = future.result()
+        if found.state is not None:
+            assert isinstance(self._reader, StreamReader), "others have no state"
+            self._reader.remember(found.state)
+        return found.samples
+
+    def batch(self, ranges: Ranges, parts: Sequence[CollatedSamples]) -> LoadedBatch:
+        """Return a batch of collated micro-batches."""
+        microbatches = list[Microbatch]()
+        for part in parts:
+            if self.workers.pin_memory and not self.workers.num_workers:
+                part = pinned(part)
+            args, kwargs = as_arguments(part.inputs)
+            size = num_positions(part.ranges)
+            microbatches.append(Microbatch(size=size, args=args, kwargs=kwargs, target=part.target))
+        fingerprint = fingerprint_of(microbatches) if self._has_fingerprints else None
+        return LoadedBatch(ranges, microbatches, fingerprint)
+
+    def close(self) -> None:
+        """End the worker processes; they start again when they are needed."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
     def state_at(self, position: int) -> DatasetState | None:
         """Return the state from which an iterable dataset reaches a position; else None."""
         return self._reader.state_at(position)
 
     def resume_from(self, state: DatasetState) -> None:
         """Read an iterable dataset from this state on; earlier positions cannot be read."""
+        self.close()  # the worker processes have readers of their own
         with self._read_lock:
             self._reader.resume_from(state)
 
@@ -408,22 +472,88 @@ class Prefetcher:
                 pending.batch.set_exception(error)
 
 
+class WorkerPrefetcher:
+    """Reads predicted batches in worker processes; only the training thread calls `load`."""
+
+    def __init__(self, samples: SampleLoader, sizes: Callable[[Ranges], list[int]]) -> None:
+        """`sizes` divides a batch into micro-batches."""
+        self._samples, self._sizes = samples, sizes
+        self._futures = dict[Ranges, Future[SeededSamples]]()  # by micro-batch
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def load(
+        self, ranges: Ranges, sizes: Sequence[int], predicted: Sequence[PredictedRanges] = ()
+    ) -> LoadedBatch:
+        """Return the batch at `ranges`; read the predicted ones of the next steps meanwhile."""
+        parts, known = (
+            split_ranges(ranges, sizes),
+            [self._split(resolved_ranges(x)) for x in predicted],
+        )
+        self._is_closed = False
+        with self._lock:
+            before, self._futures = self._futures, {}
+            for part in chain(parts, *known):
+                future = before.pop(part, None)
+                if future is None or future.cancelled():
+                    future = self._samples.submit(part)
+                self._futures[part] = future
+            futures = [self._futures.pop(part) for part in parts]
+        for stale in before.values():
+            stale.cancel()
+        for found, prediction in zip(known, predicted, strict=True):
+            if not found and isinstance(prediction, SampleFuture):
+                prediction.future.add_done_callback(partial(self._submit, prediction))
+        return self._samples.batch(ranges, [self._samples.collect(future) for future in futures])
+
+    def close(self) -> None:
+        """Drop what was read ahead; end the processes unless they are persistent."""
+        self._is_closed = True
+        with self._lock:
+            for future in self._futures.values():
+                future.cancel()
+            self._futures.clear()
+        if not self._samples.workers.persistent_workers:
+            self._samples.close()
+
+    def _submit(self, prediction: SampleFuture[Ranges], _: object) -> None:
+        """Read positions that have become known, in any thread."""
+        with self._lock:
+            for part in self._split(resolved_ranges(prediction)):
+                if not self._is_closed and part not in self._futures:
+                    self._futures[part] = self._samples.submit(part)
+
+    def _split(self, ranges: Ranges) -> list[Ranges]:
+        return split_ranges(ranges, self._sizes(ranges)) if ranges else []
+
+
 class StageLoader:
     """Loads what a stage of a pipeline takes: inputs, keywords of its module, targets."""
 
     def __init__(self, pipeline: Pipeline, samples: SampleLoader) -> None:
         self._pipeline, self._samples = pipeline, samples
+        self._workers: WorkerPrefetcher | None = None
+        if samples.workers.num_workers:
+            self._workers = WorkerPrefetcher(samples, self._sizes)
         self._prefetcher = Prefetcher(
             lambda ranges: samples.load_microbatches(ranges, self._sizes(ranges)),
             lambda ranges: samples.prefetch_microbatches(ranges, self._sizes(ranges)),
         )
 
     def of_slice(
-        self, batch_slice: BatchSlice, next_ranges: PredictedRanges = ()
+        self,
+        batch_slice: BatchSlice,
+        next_ranges: PredictedRanges = (),
+        peek_ahead: Callable[[int], tuple[Ranges, ...]] = lambda num_steps: (),
     ) -> tuple[Sequence[Microbatch], BatchSlice]:
-        """Load a batch on the first stage; return it, and what the other stages need to know."""
+        """Load a batch on the first stage; return it, and what the other stages need to know.
+
+        `peek_ahead(n)` returns the positions of n steps after those of `next_ranges`.
+        """
         sizes = self._sizes(batch_slice.ranges)
-        batch = self._load(batch_slice.ranges, sizes, next_ranges)
+        num_steps = -(-self._samples.workers.num_ahead // len(sizes))
+        later_ranges = peek_ahead(num_steps - 1) if num_steps > 1 else ()
+        batch = self._load(batch_slice.ranges, sizes, next_ranges, later_ranges)
         is_read_by_all = self._pipeline.num_stages > 1 and any(
             later_stage_keywords(self._pipeline.module, m.args, m.kwargs)
             for m in batch.microbatches
@@ -431,6 +561,7 @@ class StageLoader:
         metadata = structs.replace(
             batch_slice,
             next_ranges=resolved_ranges(next_ranges),
+            later_ranges=later_ranges,
             fingerprint=batch.fingerprint,
             is_read_by_all=is_read_by_all,
         )
@@ -442,7 +573,9 @@ class StageLoader:
         assert isinstance(batch_slice, BatchSlice), "the first stage passes it"
         if not (self._pipeline.is_last or batch_slice.is_read_by_all):
             return [Microbatch(size=size) for size in header.sizes]
-        batch = self._load(batch_slice.ranges, header.sizes, batch_slice.next_ranges)
+        batch = self._load(
+            batch_slice.ranges, header.sizes, batch_slice.next_ranges, batch_slice.later_ranges
+        )
         check_fingerprint(batch.fingerprint, batch_slice.fingerprint, batch_slice.ranges)
         return [
             replace(m, args=(), kwargs=later_stage_keywords(module, m.args, m.kwargs))
@@ -450,15 +583,23 @@ class StageLoader:
         ]
 
     def close(self) -> None:
-        """Drop the prefetched batch, and end its thread."""
+        """Drop the prefetched batches, and end thread and processes."""
         self._prefetcher.close()
+        if self._workers is not None:
+            self._workers.close()
 
     def _sizes(self, ranges: Ranges) -> list[int]:
         return self._pipeline.split_sizes(num_positions(ranges))
 
     def _load(
-        self, ranges: Ranges, sizes: Sequence[int], next_ranges: PredictedRanges
+        self,
+        ranges: Ranges,
+        sizes: Sequence[int],
+        next_ranges: PredictedRanges,
+        later_ranges: Sequence[Ranges],
     ) -> LoadedBatch:
+        if self._workers is not None:
+            return self._workers.load(ranges, sizes, (next_ranges, *later_ranges))
         batch = self._prefetcher.load(ranges, next_ranges)
         if batch.sizes != sizes:  # the schedule tuner has changed them since the prefetch
             batch = self._samples.load_microbatches(ranges, sizes)

@@ -139,9 +139,13 @@ class StreamReader:
             for _ in range(start, end):
                 yield self._next()
 
-    def seek(self, ranges: Ranges) -> None:
-        """Skip to the first position; how many samples that skips depends on the process."""
+    def seek(self, ranges: Ranges) -> DatasetState:
+        """Skip to the first position; how many samples that skips depends on the process.
+
+        Returns the newest state up to there, mostly that of the position.
+        """
         self._seek(ranges[0][0])
+        return self.state_at(ranges[0][0])
 
     def state_at(self, position: int) -> DatasetState:
         """Return a state from which the position can be reached."""
@@ -167,8 +171,12 @@ class StreamReader:
         while self._position < position:
             self._next()
         if state.position < position:
-            states = [*self._states, self._capture_state(position)]
-            first, *others = sorted(states, key=lambda state: state.position)
+            self.remember(self._capture_state(position))
+
+    def remember(self, state: DatasetState) -> None:
+        """Add a state, which another process may have captured."""
+        if all(known.position != state.position for known in self._states):
+            first, *others = sorted([*self._states, state], key=lambda state: state.position)
             self._states = [first, *others[-_MAX_STATES:]]
 
     def _capture_state(self, position: int) -> DatasetState:

@@ -40,6 +40,7 @@ class BatchSlice(msgspec.Struct, frozen=True):
     ranges: Ranges  # of positions
     weight: float = 1.0  # of the samples' mean loss in the gradient
     next_ranges: Ranges = ()  # of its next step, if known already, for prefetching
+    later_ranges: tuple[Ranges, ...] = ()  # of steps after that, for worker processes
     fingerprint: Fingerprint | None = None  # of the data that the first stage has read
     is_read_by_all: bool = False  # later stages of the model take inputs, too
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from polyrhythm.errors import LaunchError
 from polyrhythm.plan.degrees import Degrees
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.order import SampleOrder
+from polyrhythm.run.data.worker_pool import WorkerOptions
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import AUTO, Bytes, Seconds
@@ -26,18 +28,55 @@ class DataConfig:
 
     The seed also gives what a dataset and `collate_fn` draw from the global random generators, and
     dropout masks: both follow from a sample's position, not from the number of processes.
+    `num_workers` processes read and collate micro-batches ahead, as in torch's DataLoader; an
+    iterable dataset is read by one of them.
     """
 
     shuffle: bool = True
     seed: int = 0
     seed_dropout: bool = True  # False: each process draws masks from torch's current generator
     collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    prefetch_factor: int | None = None  # micro-batches ahead for each of them; None: 2
+    pin_memory: bool = False
+    persistent_workers: bool = False  # between two fits
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: str | None = None  # fork, forkserver, spawn; None: Python's default
 
     def __post_init__(self) -> None:
         if not (_is_integer(self.seed) and 0 <= self.seed < 2**31):
             raise _invalid("seed", self.seed, "an integer from 0 to 2**31 - 1")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise _invalid("collate_fn", self.collate_fn, "a function")
+        if not (_is_integer(self.num_workers) and self.num_workers >= 0):
+            raise _invalid("num_workers", self.num_workers, "an integer from 0 on")
+        factor = self.prefetch_factor
+        if factor is not None and not (_is_integer(factor) and factor >= 1):
+            raise _invalid("prefetch_factor", factor, "an integer from 1 on, or None")
+        if self.worker_init_fn is not None and not callable(self.worker_init_fn):
+            raise _invalid("worker_init_fn", self.worker_init_fn, "a function of the worker's id")
+        methods = get_all_start_methods()
+        if self.multiprocessing_context not in (None, *methods):
+            context = self.multiprocessing_context
+            raise _invalid("multiprocessing_context", context, f"None, {', '.join(methods)}")
+        needs_workers = factor is not None or self.persistent_workers or self.worker_init_fn
+        if needs_workers and not self.num_workers:
+            raise LaunchError(
+                "prefetch_factor, persistent_workers or worker_init_fn with num_workers=0",
+                expected="worker processes, to which these apply",
+                fix="pass num_workers=4, for example, or omit them",
+            )
+
+    @property
+    def workers(self) -> WorkerOptions:
+        return WorkerOptions(
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor or 2,
+            pin_memory=self.pin_memory,
+            persistent_workers=self.persistent_workers,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -509,7 +509,9 @@ class Phase:
         if batch_slice is None:
             pipeline.end_batches()
             return None
-        microbatches, metadata = self._fit.stage_loader.of_slice(batch_slice, self.sampler.peek())
+        microbatches, metadata = self._fit.stage_loader.of_slice(
+            batch_slice, self.sampler.peek(), self.sampler.peek_ahead
+        )
         pipeline.run_microbatches(microbatches, training=True, losses=losses, metadata=metadata)
         return batch_slice
 

@@ -11,7 +11,7 @@ Only the first stage of a pipeline calls the sampler; later stages read the batc
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Protocol
 
 import msgspec
@@ -153,11 +153,11 @@ class StepCursor:
         self._num_made += 1
         return BatchSlice(self._first + self._num_made - 1, ranges)
 
-    def peek(self, microbatches: range) -> Ranges:
-        """Return the ranges that `next` would return."""
-        if self.is_over:
+    def peek(self, microbatches: range, num_skipped: int = 0) -> Ranges:
+        """Return the ranges that `next` would return, or that after `num_skipped` calls of it."""
+        if self._num_made + num_skipped >= self._num_steps:
             return ()
-        start, end = self.global_batch.range_of(self._num_made, microbatches)
+        start, end = self.global_batch.range_of(self._num_made + num_skipped, microbatches)
         return self._remaining.ranges(self._start + start, self._start + end)
 
     def sampler_state(self, step: int | None = None) -> SamplerState:
@@ -177,6 +177,9 @@ class BatchSampler(Protocol):
     def peek(self) -> PredictedRanges:
         """Return the ranges that the following `next` probably returns, for prefetching."""
 
+    def peek_ahead(self, num_steps: int) -> tuple[Ranges, ...]:
+        """Return the ranges of up to `num_steps` steps after that of `peek`, if predictable."""
+
     def acknowledge(self) -> None:
         """Report that the last samples are used."""
 
@@ -193,6 +196,10 @@ class LockstepSampler:
 
     def peek(self) -> PredictedRanges:
         return self._steps.peek(self._microbatches)
+
+    def peek_ahead(self, num_steps: int) -> tuple[Ranges, ...]:
+        found = (self._steps.peek(self._microbatches, 1 + i) for i in range(num_steps))
+        return tuple(takewhile(bool, found))
 
     def acknowledge(self) -> None:
         """Do nothing: all pipelines know which samples are used."""
@@ -261,6 +268,9 @@ class DispatchedSampler:
 
     def peek(self) -> PredictedRanges:
         return self._requests[0]
+
+    def peek_ahead(self, num_steps: int) -> tuple[Ranges, ...]:
+        return ()
 
     def acknowledge(self) -> None:
         self._samples.acknowledge(self._number)

@@ -340,6 +340,7 @@ class Trainer:
         self._is_open = False
         atexit.unregister(self._at_exit)
         self._preemption.close()
+        self._samples.close()
         self.pipeline.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
@@ -359,6 +360,7 @@ class Trainer:
             self._is_open = False
             atexit.unregister(self._at_exit)
             self._preemption.close()
+            self._samples.close()
             self.pipeline.__exit__(kind, error, trace)
             self._close_files()
             self._membership.abandon()
@@ -557,6 +559,7 @@ class Trainer:
             self._config.data.collate_fn,
             seed=self._config.data.seed,
             has_fingerprints=self.pipeline.num_stages > 1,
+            workers=self._config.data.workers,
         )
 
     def _require_checkpointer(self) -> TrainerCheckpointer:
