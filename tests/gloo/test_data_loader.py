@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
 from transformers.utils import ModelOutput
 
@@ -443,6 +443,33 @@ class StatelessStream(IterableDataset):
         return iter(range(100))
 
 
+class StatefulLoader(DataLoader):
+    """Has the protocol of torchdata's StatefulDataLoader."""
+
+    num_returned = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(super().__iter__()):
+            if number == self.num_returned:
+                self.num_returned += 1
+                yield item
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_num_yielded": self.num_returned, "fetcher": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_returned = state["_num_yielded"]
+
+
+def test_stateful_dataloader_of_samples_resumes() -> None:
+    samples = SampleLoader(StatefulLoader(numbers(20), batch_size=None), None)
+    assert samples.load(((4, 6),)).target.tolist() == [40, 50]
+    encoded = json.dumps(samples.state_at(5).as_json())
+    samples = SampleLoader(StatefulLoader(numbers(20), batch_size=None), None)
+    samples.resume_from(DatasetState.from_json(json.loads(encoded)))
+    assert samples.load(((5, 7),)).target.tolist() == [50, 60]
+
+
 @pytest.mark.parametrize(
     ("dataset", "order", "message"),
     [
@@ -451,6 +478,8 @@ class StatelessStream(IterableDataset):
         (numbers(4), None, "no order for a dataset of 4"),
         (numbers(4), SampleOrder(5), "an order of 5 samples for a dataset of 4"),
         (Stream(), SampleOrder(5), "an order for a Stream, which has its own"),
+        (DataLoader(numbers(4), 2), None, "a DataLoader with batch_size=2 as the dataset"),
+        (StatefulLoader(numbers(4), 2), None, "a StatefulLoader with batch_size=2 as the dataset"),
     ],
 )
 def test_unsupported_dataset_is_rejected(

@@ -4,7 +4,8 @@ A map-style dataset returns any sample by its id, and an order maps positions to
 dataset has no ids: a sample is its position, and the dataset must have `state_dict` and
 `load_state_dict`. It is read forward, also over samples of other pipelines, which costs as much as
 using them; to go back, the reader loads the nearest earlier state. An iterable dataset should
-therefore be cheap to read, or skip efficiently by itself.
+therefore be cheap to read, or skip efficiently by itself. IterableDataset of Hugging Face datasets
+and torchdata's StatefulDataLoader(batch_size=None) have such a state.
 
 A dataset must return the same item each time, in any process that has seeded the global random
 generators equally: several stages of a pipeline read the same samples.
@@ -63,6 +64,8 @@ def make_reader(dataset: Any, order: SampleOrder | None) -> "IndexedReader | Str
                 fix="use make_order(dataset, seed=...)",
             )
         return IndexedReader(dataset, order)
+    if hasattr(dataset, "batch_sampler") and hasattr(dataset, "collate_fn"):
+        _check_dataloader(dataset)
     if not all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
         raise DataError(
             f"a dataset of type {type(dataset).__name__}, which has neither a length nor a state",
@@ -77,6 +80,17 @@ def make_reader(dataset: Any, order: SampleOrder | None) -> "IndexedReader | Str
             fix="use make_order(dataset), and let the dataset shuffle",
         )
     return StreamReader(dataset)
+
+
+def _check_dataloader(loader: Any) -> None:
+    """Refuse a DataLoader, except for torchdata's stateful one that returns single samples."""
+    if loader.batch_sampler is not None or not hasattr(loader, "state_dict"):
+        raise DataError(
+            f"a {type(loader).__name__} with batch_size={loader.batch_size} as the dataset",
+            expected="a dataset of samples: batches are divided among pipelines and micro-batches",
+            fix="pass its dataset, Trainer(..., batch_size=...) and DataConfig(collate_fn=..., "
+            "num_workers=...); or a StatefulDataLoader with batch_size=None",
+        )
 
 
 class IndexedReader:
