@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -16,8 +18,9 @@ from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.data.loader import PredictedRanges, Prefetcher, resolved_ranges
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.fit_loop import StepInfo
+from polyrhythm.run.trainer.sampler import FixedShareSampler, GlobalBatch, StepCursor
 from polyrhythm.run.trainer.trainer import Trainer
-from polyrhythm.sync.dispatch import Ranges
+from polyrhythm.sync.dispatch import Ranges, SamplerState
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples
 
 STEPS = 6
@@ -153,3 +156,27 @@ def test_failing_sample_stops_the_job_at_its_step(
         job.wait(80)  # below the timeout of the other processes
     if shape[0] == 2:
         assert (tmp_path / f"made{rank}").read_text() == "2"
+
+
+@given(st.data())
+def test_predicted_positions_are_those_of_the_next_steps(data: st.DataObject) -> None:
+    size, microbatch_size = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 3))
+    bounds = sorted(data.draw(st.sets(st.integers(0, 40), min_size=4, max_size=4)))
+    pool, outstanding = ((bounds[0], bounds[1]),), ((bounds[2], bounds[3]),)
+    state = SamplerState(next=50, pool=pool, outstanding=outstanding)
+    batch = GlobalBatch(size=size, microbatch_size=min(microbatch_size, size))
+    shares = batch.equal_shares(data.draw(st.integers(1, batch.num_microbatches)))
+    end = batch.step_at(state.num_used) + 4
+    samplers = [
+        FixedShareSampler(StepCursor(batch, state, end), shares, i, averages_gradients=True)
+        for i in range(len(shares))
+    ]
+    ahead = [(each.peek(), *each.peek_ahead(9)) for each in samplers]
+    found = [[each.next() for each in samplers] for _ in range(4)]
+    assert [tuple(each.ranges for each in row) for row in found] == list(zip(*ahead, strict=True))
+    assert all(each.next() is None for each in samplers)
+    positions = [
+        p for row in found for x in row for low, high in x.ranges for p in range(low, high)
+    ]
+    left = [p for low, high in (*pool, *outstanding) for p in range(low, high)]
+    assert positions == [*left, *range(state.next, state.next + 4 * size)][: 4 * size]

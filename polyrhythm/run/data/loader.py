@@ -524,7 +524,8 @@ class WorkerPrefetcher:
                     self._futures[part] = self._samples.submit(part)
 
     def _split(self, ranges: Ranges) -> list[Ranges]:
-        return split_ranges(ranges, self._sizes(ranges)) if ranges else []
+        sizes = self._sizes(ranges) if ranges else []
+        return split_ranges(ranges, sizes) if len(sizes) != 1 else [ranges]
 
 
 class StageLoader:

@@ -119,9 +119,15 @@ class RemainingSamples:
         self._first = sampler_state.num_used
         self._returned = sorted((*sampler_state.pool, *sampler_state.outstanding))
         self._next = sampler_state.next
+        self._last_returned = self._first + sum(high - low for low, high in self._returned)
 
     def ranges(self, start: int, end: int) -> tuple[Range, ...]:
         """Return the positions numbered `start` to `end`: returned ones first, then new ones."""
+        if start == end:
+            return ()
+        if start >= self._last_returned:  # mostly; called for many steps ahead
+            shift = self._next - self._last_returned
+            return ((start + shift, end + shift),)
         found, offset = list[Range](), self._first
         for low, high in (*self._returned, (self._next, self._next + end)):
             next_offset = offset + high - low
