@@ -7,7 +7,6 @@ takes the time. Times start after the first batches: neither side counts the sta
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import polyrhythm as pr
 
-NUM_WORKERS, BATCH = 8, 32
+NUM_WORKERS, BATCH = 8, 64
 ITEM_SECONDS = 0.005
 _WARM_UP = 24  # batches: more than are read ahead
 
@@ -38,7 +37,7 @@ class SlowItems(Dataset[tuple[Tensor, Tensor]]):
 
 def measure(*, quick: bool) -> dict[str, float]:
     """Return the ratio `loader` and both rates; runs of both sides alternate."""
-    num_steps, num_pairs = (16, 1) if quick else (160, 5)
+    num_steps, num_pairs = (16, 1) if quick else (96, 5)
     pairs = [(_trainer(num_steps), _plain(num_steps)) for _ in range(num_pairs)]
     return {
         "loader": statistics.median(own / plain for own, plain in pairs),
@@ -65,29 +64,27 @@ def _trainer(num_steps: int) -> float:
         callbacks=[lambda info: ends.append(time.perf_counter())],
     ) as trainer:
         trainer.fit(max_steps=_WARM_UP + num_steps)
-    return _rate(iter(ends), num_steps)
+    return _rate(ends, num_steps)
 
 
 def _plain(num_steps: int) -> float:
     model, data = _model(), SlowItems(BATCH * (_WARM_UP + num_steps))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def ends() -> Iterator[float]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="This DataLoader will create")  # few cores
-            batches = DataLoader(data, BATCH, shuffle=True, num_workers=NUM_WORKERS)
-        for inputs, target in batches:
+    ends = list[float]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # few cores
+        for inputs, target in DataLoader(data, BATCH, shuffle=True, num_workers=NUM_WORKERS):
             loss = mse_loss(model(inputs), target)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            yield time.perf_counter()
+            ends.append(time.perf_counter())
+    return _rate(ends, num_steps)
 
-    return _rate(ends(), num_steps)
 
-
-def _rate(ends: Iterator[float], num_steps: int) -> float:
-    times = list(ends)[_WARM_UP - 1 :]
+def _rate(ends: list[float], num_steps: int) -> float:
+    times = ends[_WARM_UP - 1 :]
     assert len(times) == num_steps + 1, "all batches"
     # Eight batches end at about the same time; a line through all ends does not depend on which
     # of the eight is the last.
