@@ -330,12 +330,14 @@ def test_trainer_with_workers_trains_as_without(tmp_path: Path) -> None:
             losses = made.fit(max_steps=6).losses
             num_children.append(len(multiprocessing.active_children()))
             losses += made.fit(max_steps=len(whole)).losses
+            made.evaluate(samples())  # has worker processes of its own
+            num_children.append(len(multiprocessing.active_children()))
         num_children.append(len(multiprocessing.active_children()))
         return list(losses), num_children
 
     (_, first), (losses, last) = run_job(2, work, tmp_path)
     assert losses == pytest.approx(whole, abs=1e-5)
-    assert first == last == [2, 0]
+    assert first == last == [2, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def evaluate(pipeline: Pipeline, samples: SampleLoader, dispatcher: BatchDispatc
         total, count = dispatcher.run(partial(_own_batches, pipeline, stage_loader, dispatcher))
     finally:
         stage_loader.close()
+        samples.close()  # its worker processes: each evaluation has its own loader
         pipeline.module.train(was_training)
     return float(total / count) if count else math.nan  # a dataset without labels
 
