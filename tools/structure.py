@@ -50,9 +50,6 @@ THREAD_QUEUES = ("queue.", "asyncio.", "multiprocessing.dummy.")
 UNPICKLING_METHODS = {"read_pickle", "recv_pyobj"}  # of pandas, and of a zmq socket
 # Converts checkpoints of earlier versions, which were pickled, when a user asks for it by name.
 UNPICKLES_BY_REQUEST = "polyrhythm/run/checkpoint/legacy.py"
-# Batches from the worker processes of a dataset, over pipes that nobody else can open: the parent
-# has started these processes with its own code, as torch's DataLoader does.
-UNPICKLES_FROM_CHILDREN = "polyrhythm/run/data/worker_pool.py"
 # Numba's cache of machine code is pickled; one place turns it on. It comes from no other machine,
 # and who can write into its folder can run code anyway. `files_passed.py` counts its reads.
 ALLOWED_CACHE = ("polyrhythm/jit.py", "numba.njit(cache=True)")
@@ -220,8 +217,7 @@ def _unpickling_row() -> Row:
     found = []
     for path, tree in _trees(PACKAGE):
         for line, what in _unpickling(tree):
-            is_allowed = path in (UNPICKLES_BY_REQUEST, UNPICKLES_FROM_CHILDREN)
-            if not is_allowed and (path, what) != ALLOWED_CACHE:
+            if path != UNPICKLES_BY_REQUEST and (path, what) != ALLOWED_CACHE:
                 found.append(f"{path}:{line}: {what}")
     return "places that unpickle", str(len(found)), "0", not found, found
 

@@ -103,6 +103,12 @@ class MicrobatchReader:
             collated = self.read(ranges)
         return SeededSamples(collated, watch.has_drawn, state)
 
+    def read_for_parent(self, ranges: Ranges) -> tuple[Any, ...]:
+        """Read in a worker process; `SampleLoader.collect` takes what this returns."""
+        found = self.read_seeded(ranges)
+        state = None if found.state is None else found.state.as_json()
+        return ranges, found.samples.inputs, found.samples.target, state
+
     def read(self, ranges: Ranges) -> CollatedSamples:
         """Read without seeds."""
         items = list(self._reader.read(ranges))
@@ -202,19 +208,19 @@ class SampleLoader:
                 return None
         return self.batch(ranges, parts)
 
-    def submit(self, ranges: Ranges) -> "Future[SeededSamples]":
+    def submit(self, ranges: Ranges) -> "Future[Any]":
         """Read a micro-batch in a worker process."""
         if self._pool is None:
-            self._pool = WorkerPool(self._microbatches.read_seeded, self._dataset, self.workers)
+            self._pool = WorkerPool(self._microbatches.read_for_parent, self._dataset, self.workers)
         return self._pool.submit(ranges)
 
-    def collect(self, future: "Future[SeededSamples]") -> CollatedSamples:
+    def collect(self, future: "Future[Any]") -> CollatedSamples:
         """Wait for a micro-batch of `submit`."""
-        found = future.result()
-        if found.state is not None:
+        ranges, inputs, target, state = future.result()
+        if state is not None:
             assert isinstance(self._reader, StreamReader), "others have no state"
-            self._reader.remember(found.state)
-        return found.samples
+            self._reader.remember(DatasetState.from_json(state))
+        return CollatedSamples(ranges, inputs, target)
 
     def batch(self, ranges: Ranges, parts: Sequence[CollatedSamples]) -> LoadedBatch:
         """Return a batch of collated micro-batches."""
@@ -478,7 +484,7 @@ class WorkerPrefetcher:
     def __init__(self, samples: SampleLoader, sizes: Callable[[Ranges], list[int]]) -> None:
         """`sizes` divides a batch into micro-batches."""
         self._samples, self._sizes = samples, sizes
-        self._futures = dict[Ranges, Future[SeededSamples]]()  # by micro-batch
+        self._futures = dict[Ranges, Future[Any]]()  # by micro-batch
         self._lock = threading.Lock()
         self._is_closed = False
 

@@ -12,12 +12,19 @@ A pipe per process carries tasks and results. A process ends on request, and wit
 the parent has died, also in the middle of an item. That matters to other machines, too: a forked
 process has copies of the parent's sockets. SIGINT and SIGTERM are for the parent, which may still
 need data to finish a step and save.
+
+Nothing is unpickled: a batch is encoded as the state in a checkpoint is. Large tensors are mapped
+from files in shared memory.
 """
 
 import atexit
 import contextlib
+import itertools
+import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -27,15 +34,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
-import torch.multiprocessing
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import _utils as torch_data
 
 from polyrhythm.errors import UserError
+from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
+from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.data.order import DataError
 from polyrhythm.sync.dispatch import Ranges
 from polyrhythm.types import Seconds
@@ -43,7 +53,11 @@ from polyrhythm.types import Seconds
 CLOSE_TIMEOUT: Seconds = 5.0  # for the item that a process or thread is reading
 _WATCH_INTERVAL: Seconds = 1.0
 _MAX_TASKS = 2  # of a process: one to read, and the next, so that it need not wait for the parent
-_MAX_COPIED = 1 << 20  # bytes of a tensor that is sent by value: shared memory costs 0.5 ms
+_MAX_COPIED = 1 << 18  # bytes of a tensor that is sent by value
+_SHARED_MEMORY = "/dev/shm"  # of Linux; elsewhere files in the default temporary folder
+_FILE = "the file of a large tensor"  # a key
+_BATCH, _ERROR = b"b", b"e"  # kinds of messages
+_numbers = itertools.count()  # of files of this process
 Read = Callable[[Ranges], Any]
 
 
@@ -89,10 +103,11 @@ class WorkerPool:
         self._processes = list[_Process]()
         self._waiting = deque[_Task]()
         self._lock = threading.Lock()
-        self._wake_receiver, self._wake_sender = torch.multiprocessing.Pipe(duplex=False)
+        self._wake_receiver, self._wake_sender = multiprocessing.Pipe(duplex=False)
         self._thread: threading.Thread | None = None
         self._error: DataError | None = None  # after a process has died
         self._is_closed = False
+        self._folder = ""  # of files with large tensors
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -126,7 +141,7 @@ class WorkerPool:
         deadline = time.monotonic() + CLOSE_TIMEOUT
         for worker in self._processes:
             with contextlib.suppress(OSError):
-                worker.connection.send(None)
+                worker.connection.send_bytes(b"")
         for worker in self._processes:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.exitcode is None:
@@ -137,10 +152,14 @@ class WorkerPool:
         self._fail(self._waiting)
         self._wake_sender.close()
         self._wake_receiver.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
         options = self._options
-        context: Any = torch.multiprocessing.get_context(options.multiprocessing_context)
+        context: Any = multiprocessing.get_context(options.multiprocessing_context)
+        place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+        self._folder = tempfile.mkdtemp(prefix="polyrhythm-batches-", dir=place)
         try:
             for number in range(options.num_workers):
                 parent, child = context.Pipe()
@@ -149,6 +168,7 @@ class WorkerPool:
                     args=(
                         child,
                         os.getpid(),
+                        self._folder,
                         self._read,
                         self._dataset,
                         number,
@@ -164,8 +184,9 @@ class WorkerPool:
                 self._processes.append(_Process(process, parent))
         except Exception as error:  # a dataset that cannot be pickled raises anything
             for worker in self._processes:
-                worker.connection.send(None)
+                worker.connection.send_bytes(b"")
                 worker.connection.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
             num_started, self._processes = len(self._processes), []
             raise DataError(
                 f"worker process {num_started} of {options.num_workers} cannot start: "
@@ -188,7 +209,7 @@ class WorkerPool:
             if task.future.set_running_or_notify_cancel():
                 worker.tasks.append(task)
                 with contextlib.suppress(OSError):  # it died: `_receive` says so
-                    worker.connection.send(task.ranges)
+                    worker.connection.send_bytes(msgspec.json.encode(task.ranges))
 
     def _receive(self) -> None:
         """Pass results on, in a thread."""
@@ -199,8 +220,8 @@ class WorkerPool:
                     return
                 worker = workers[connection]  # type: ignore[index]
                 try:
-                    sent = worker.connection.recv()
-                except Exception as error:  # EOF, or shared memory of a process that died
+                    sent = worker.connection.recv_bytes()
+                except (EOFError, OSError) as error:
                     self._break(worker, error)
                     return
                 with self._lock:
@@ -208,14 +229,14 @@ class WorkerPool:
                     self._send_waiting()
                 self._resolve(task.future, sent)
 
-    def _resolve(self, future: "Future[Any]", sent: Any) -> None:
+    def _resolve(self, future: "Future[Any]", sent: bytes) -> None:
         try:
-            if isinstance(sent, _SentError):
-                future.set_exception(sent.error())
+            if sent[:1] == _ERROR:
+                future.set_exception(msgspec.json.decode(sent[1:], type=_SentError).error())
             else:
-                result = _from_sent(sent)
+                result = _decoded(sent[1:])
                 future.set_result(pinned(result) if self._options.pin_memory else result)
-        except Exception as error:  # of `pin_memory`
+        except Exception as error:  # of `pin_memory`, or of a file that is gone
             future.set_exception(error)
 
     def _break(self, worker: _Process, why: Exception) -> None:
@@ -260,12 +281,6 @@ def pinned(batch: Any) -> Any:
     return pytree.tree_map(lambda x: x.pin_memory() if hasattr(x, "pin_memory") else x, batch)
 
 
-class _Copied(NamedTuple):
-    """A small tensor that is sent by value."""
-
-    array: Any
-
-
 class WorkerTracebackError(Exception):
     """The cause of an error in a worker process: its traceback as text, with the user's lines."""
 
@@ -273,7 +288,7 @@ class WorkerTracebackError(Exception):
         return f"in a worker process:\n{self.args[0]}"
 
 
-class _SentError(NamedTuple):
+class _SentError(msgspec.Struct, frozen=True):
     wrong: str
     expected: str
     fix: str
@@ -281,6 +296,12 @@ class _SentError(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> "_SentError":
+        if isinstance(error, CheckpointError):
+            error = DataError(
+                error.wrong,
+                expected="numbers, strings, tensors and arrays, in lists, tuples and dicts",
+                fix="let collate_fn return these, or use num_workers=0",
+            )
         if not isinstance(error, UserError):
             error = DataError(
                 f"{type(error).__name__}: {error}",
@@ -298,6 +319,7 @@ class _SentError(NamedTuple):
 def _run(
     connection: "Connection[Any, Any]",
     parent: int,
+    folder: str,
     read: Read,
     dataset: Any,
     number: int,
@@ -307,50 +329,66 @@ def _run(
     signal.set_wakeup_fd(-1)  # the parent's
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent, folder), daemon=True).start()
     torch.set_num_threads(1)
     torch_data.worker._worker_info = torch_data.worker.WorkerInfo(  # for get_worker_info()
         id=number, num_workers=options.num_workers, seed=torch.initial_seed(), dataset=dataset
     )
-    failed: _SentError | None = None
+    failed = b""
     if options.worker_init_fn is not None:
         try:
             options.worker_init_fn(number)
         except Exception as error:
-            failed = _SentError.of(error)
+            failed = _sent_error(error)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while (ranges := connection.recv()) is not None:
+        while task := connection.recv_bytes():
+            ranges = msgspec.json.decode(task, type=Ranges)
             try:
-                connection.send(failed or _to_sent(read(ranges)))
-            except (BrokenPipeError, ConnectionResetError):
-                raise
+                sent = failed or _BATCH + _encoded(read(ranges), folder)
             except Exception as error:
-                connection.send(_SentError.of(error))
+                sent = _sent_error(error)
+            connection.send_bytes(sent)
 
 
-def _exit_with(parent: int) -> None:
+def _sent_error(error: Exception) -> bytes:
+    return _ERROR + msgspec.json.encode(_SentError.of(error))
+
+
+def _exit_with(parent: int, folder: str) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_INTERVAL)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _to_sent(batch: Any) -> Any:
+def _encoded(batch: Any, folder: str) -> bytes:
+    """Encode a batch; large tensors as names of files, which the parent maps and removes."""
+
     def convert(tensor: Tensor) -> Any:
-        is_small = tensor.numel() * tensor.element_size() <= _MAX_COPIED
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        if not (is_small and is_plain and tensor.device.type == "cpu" and not tensor.requires_grad):
+        size = tensor.numel()
+        if not is_plain or tensor.is_complex() or size * tensor.element_size() <= _MAX_COPIED:
             return tensor
-        try:
-            return _Copied(tensor.numpy())
-        except TypeError:  # bfloat16, for example
-            return tensor
+        path = f"{folder}/{os.getpid()}-{next(_numbers)}"
+        file = torch.from_file(path, shared=True, size=size, dtype=tensor.dtype)
+        file.copy_(tensor.detach().reshape(-1))
+        name = str(tensor.dtype).removeprefix("torch.")
+        return {_FILE: path, "shape": list(tensor.shape), "dtype": name}
 
-    return pytree.tree_map_only(Tensor, convert, batch)
+    return encode_state(pytree.tree_map_only(Tensor, convert, batch), "the batch")
 
 
-def _from_sent(batch: Any) -> Any:
-    return pytree.tree_map(
-        lambda x: torch.from_numpy(x.array) if isinstance(x, _Copied) else x,
-        batch,
-        is_leaf=lambda x: isinstance(x, _Copied),
-    )
+def _decoded(sent: bytes) -> Any:
+    def is_file(value: Any) -> bool:
+        return isinstance(value, dict) and _FILE in value
+
+    def convert(value: Any) -> Any:
+        if not is_file(value):
+            return value
+        shape, dtype = value["shape"], getattr(torch, value["dtype"])
+        size = torch.Size(shape).numel()
+        tensor = torch.from_file(value[_FILE], shared=True, size=size, dtype=dtype)
+        Path(value[_FILE]).unlink()  # the mapping stays until the tensor is gone
+        return tensor.view(shape)
+
+    return pytree.tree_map(convert, decode_state(sent, "a batch"), is_leaf=is_file)
