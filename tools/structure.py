@@ -123,6 +123,7 @@ REPLACED_PROSE = {
 # Names in which a replaced word means something else.
 ALLOWED_NAMES = {
     "alive": {"alive", "is_alive", "num_alive"},  # a process or thread that runs, as in threading
+    "board": {"TensorBoard"},  # a product
     "dealer": {"DealerSocket", "DEALER", "dealer_socket", "_dealer"},  # zmq's own word
     "nested": {"nested", "Nested"},  # dicts and lists in one another
     "way": {"one_way"},  # one-way latency

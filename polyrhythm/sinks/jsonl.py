@@ -15,22 +15,53 @@ from polyrhythm.events import SCHEMA, WORKERS, Event, Value, by_time, merged_log
 from polyrhythm.types import Seconds, Worker
 
 _encoder = msgspec.json.Encoder()
+_MAX_LINE = 64 * 1024  # bytes
 
 
-def _writable(value: Value) -> Value:
+def writable(value: Value) -> Value:
     """Convert nan and inf, which a loss can be and JSON lacks, to strings such as "nan"."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class EventLog:
-    """Append events to one file, a whole line per system call; a full disk only warns."""
+class AppendedLines:
+    """A file to which whole lines are appended, one per system call; a full disk only warns."""
+
+    def __init__(self, path: Path, *, continues: bool) -> None:
+        """`continues`: after the complete lines of an existing file; else replace it."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (0 if continues else os.O_TRUNC)
+        self._file: int | None = os.open(path, flags, 0o666)
+        if continues:
+            end = os.fstat(self._file).st_size
+            tail = os.pread(self._file, _MAX_LINE, max(0, end - _MAX_LINE))
+            os.ftruncate(self._file, end - len(tail) + tail.rfind(b"\n") + 1)
+
+    def append_line(self, text: bytes) -> None:
+        if self._file is None:
+            return
+        line = text + b"\n"
+        try:
+            written = os.write(self._file, line)
+            problem = None if written == len(line) else "only part of a line was written"
+        except OSError as error:
+            problem = str(error)
+        if problem:  # the torn line must stay the last one
+            self.close()
+            warnings.warn(f"event log {self.path} ends here: {problem}", stacklevel=4)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class EventLog(AppendedLines):
+    """The events of one worker, or of a whole run."""
 
     def __init__(self, path: Path, worker: Worker | None = None) -> None:
-        self.path, self.worker = path, worker
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666
-        )
+        super().__init__(path, continues=False)
+        self.worker = worker
         # Read the wall clock once: order and durations must survive changes of the clock.
         self._epoch = time.time() - time.perf_counter()
         self.write("log", values={"schema": SCHEMA, "polyrhythm": __version__})
@@ -64,28 +95,13 @@ class EventLog:
                 name=name,
                 duration=None if start is None else now - start,
                 why=why,
-                values={name: _writable(value) for name, value in (values or {}).items()},
+                values={name: writable(value) for name, value in (values or {}).items()},
             )
         )
 
     def append(self, event: Event) -> None:
         """Write an event as it is."""
-        if self._file is None:
-            return
-        line = _encoder.encode(event) + b"\n"
-        try:
-            written = os.write(self._file, line)
-            problem = None if written == len(line) else "only part of a line was written"
-        except OSError as error:
-            problem = str(error)
-        if problem:  # the torn line must stay the last one
-            self.close()
-            warnings.warn(f"event log {self.path} ends here: {problem}", stacklevel=3)
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self.append_line(_encoder.encode(event))
 
     def __enter__(self) -> Self:
         return self

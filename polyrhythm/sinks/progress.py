@@ -1,25 +1,125 @@
-"""Show the live progress of a training from its event logs, and of simulations step by step.
+"""Show the live progress of a fit, of a run from its event logs, and of simulations.
 
-A terminal shows a table or bars that are redrawn in place. Without a terminal, a training prints a
-plain line now and then, a simulation nothing.
+A terminal shows a line, a table or bars that are redrawn in place. Without a terminal, a training
+prints a plain line now and then, a simulation nothing.
 """
 
+import logging
 import math
+import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from polyrhythm.events import Event, LogReader
+from polyrhythm.sinks.metrics import StepInfo
 from polyrhythm.types import Seconds, Worker
 
 WINDOW = 20  # steps over which the rate is counted
 _MAX_UPDATES = 200  # per bar: drawing takes longer than simulating a worker's step
+_DRAW_INTERVAL: Seconds = 0.25  # in a terminal
+_LINE_INTERVAL: Seconds = 5.0  # elsewhere
+_MAX_SPEEDS = 4  # pipelines that are named; of more, the slowest and the fastest
+
+
+class FitProgress:
+    """The progress of one `fit`: a line that a terminal redraws, or a plain line now and then.
+
+    In a terminal, what the script prints and logs meanwhile appears above the line.
+    """
+
+    def __init__(self, first_step: int, num_steps: int, console: Console | None = None) -> None:
+        """`num_steps` counts from the start of training, as `first_step` does."""
+        console = console or Console(file=sys.stderr, soft_wrap=True)
+        self._console, self._first_step, self._num_steps = console, first_step, num_steps
+        self._start = time.monotonic()
+        self._undrawn: StepInfo | None = None
+        self._drawn: deque[tuple[Seconds, int]] = deque([(self._start, first_step)], maxlen=WINDOW)
+        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._live: Live | None = None
+        self._interval = _LINE_INTERVAL
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._interval = _DRAW_INTERVAL
+            self._live = Live(console=console, auto_refresh=False)
+            streams = sys.stdout, sys.stderr
+            self._live.start()
+            self._redirect_log(*streams)
+        self._next_draw = self._start + self._interval
+
+    def update(self, info: StepInfo) -> None:
+        self._undrawn = info
+        if time.monotonic() >= self._next_draw:
+            self._draw(info)
+
+    def close(self) -> None:
+        """Show the last step and end the line."""
+        if self._undrawn is not None:
+            self._draw(self._undrawn)
+        for handler, stream in self._redirected:
+            handler.setStream(stream)
+        if self._live is not None:
+            self._live.stop()
+
+    def _redirect_log(self, stdout: object, stderr: object) -> None:
+        """Let handlers that were made before write above the line, too."""
+        replaced = {id(stdout): sys.stdout, id(stderr): sys.stderr}
+        known = logging.Logger.manager.loggerDict.values()
+        loggers = [logging.getLogger(), *(x for x in known if isinstance(x, logging.Logger))]
+        for handler in {handler for logger in loggers for handler in logger.handlers}:
+            if isinstance(handler, logging.StreamHandler) and id(handler.stream) in replaced:
+                self._redirected.append((handler, handler.stream))
+                handler.setStream(replaced[id(handler.stream)])
+
+    def _draw(self, info: StepInfo) -> None:
+        now, self._undrawn = time.monotonic(), None
+        self._next_draw = now + self._interval
+        self._drawn.append((now, info.step + 1))
+        text = Text(self._line(info), no_wrap=True, overflow="ellipsis")
+        if self._live is not None:
+            self._live.update(text, refresh=True)
+        else:
+            self._console.print(text)
+
+    def _line(self, info: StepInfo) -> str:
+        (since, before), (now, step) = self._drawn[0], self._drawn[-1]
+        parts = [
+            f"step {step}/{self._num_steps}",
+            "loss -" if info.loss is None else f"loss {info.loss:.4g}",
+            f"lr {info.learning_rate:.3g}",
+            f"grad norm {info.grad_norm:.3g}",
+            f"{_rate(info.samples_per_second)} samples/s",
+        ]
+        if info.tokens_per_second is not None:
+            parts.append(f"{_rate(info.tokens_per_second)} tokens/s")
+        if len(info.pipelines) > _MAX_SPEEDS:
+            slow, *_, fast = sorted(info.pipelines, key=lambda each: each.speed)
+            some = [slow, fast]
+        else:
+            some = list(info.pipelines) if len(info.pipelines) > 1 else []
+        if some:
+            parts.append(" ".join(f"p{each.pipeline} {_rate(each.speed)}/s" for each in some))
+        parts.append(f"{info.peak_memory / 2**30:.1f} GiB")
+        if step < self._num_steps and step > before:
+            parts.append(
+                f"ETA {_clock((self._num_steps - step) * (now - since) / (step - before))}"
+            )
+        else:
+            parts.append(_clock(now - self._start))
+        return "  ".join(parts)
+
+
+def _clock(seconds: Seconds) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 class RunReader:
@@ -120,7 +220,9 @@ class RunProgress:
 
 
 def _rate(rate: float) -> str:
-    return "-" if math.isnan(rate) else f"{rate:,.0f}"
+    if math.isnan(rate):
+        return "-"
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 class SimulationProgress:
