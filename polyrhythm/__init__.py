@@ -35,14 +35,17 @@ if TYPE_CHECKING:
     from polyrhythm.run.pipeline.pipeline import Pipeline
     from polyrhythm.run.random_streams import RandomStreams, seeded_draws
     from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
-    from polyrhythm.run.trainer.fit_loop import StepInfo
+    from polyrhythm.run.trainer.metrics import STOP, Callback
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
     from polyrhythm.simulate.simulate_plan import simulate_plan as simulate
+    from polyrhythm.sinks.metrics import Logger, MLflow, StepInfo, TensorBoard, WandB
     from polyrhythm.sync.dispatch import SamplerState
     from polyrhythm.sync.modes import SyncConfig
     from polyrhythm.sync.policies.local import OuterNesterov
 
 __all__ = [
+    "STOP",
+    "Callback",
     "CheckpointConfig",
     "Checkpointer",
     "Cluster",
@@ -54,6 +57,8 @@ __all__ = [
     "GroupSync",
     "Lab",
     "LayerSplit",
+    "Logger",
+    "MLflow",
     "ModelProfile",
     "Op",
     "OuterNesterov",
@@ -71,8 +76,10 @@ __all__ = [
     "Slowness",
     "StepInfo",
     "SyncConfig",
+    "TensorBoard",
     "Trainer",
     "UserError",
+    "WandB",
     "Worker",
     "add_auxiliary_loss",
     "builtin_profile",
@@ -107,9 +114,10 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.pipeline.pipeline": ("Pipeline",),
     "run.random_streams": ("RandomStreams", "seeded_draws"),
     "run.trainer.config": ("CheckpointConfig", "DataConfig"),
-    "run.trainer.fit_loop": ("StepInfo",),
+    "run.trainer.metrics": ("STOP", "Callback"),
     "run.pipeline.partition": ("LayerSplit",),
     "run.trainer.trainer": ("FitResult", "Trainer"),
+    "sinks.metrics": ("Logger", "MLflow", "StepInfo", "TensorBoard", "WandB"),
     "sync.modes": ("SyncConfig",),
     "sync.dispatch": ("SamplerState",),
     "sync.policies.local": ("OuterNesterov",),

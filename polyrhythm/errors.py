@@ -47,6 +47,10 @@ class LaunchError(UserError):
     """A job that cannot start with these settings on this machine."""
 
 
+class TrainingError(UserError):
+    """A training that cannot go on, because its loss or its gradients are not finite."""
+
+
 class LabError(UserError):
     """A lab that cannot be set up on this machine, or a host that it does not have."""
 

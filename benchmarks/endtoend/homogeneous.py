@@ -43,7 +43,7 @@ _SETTLE: Seconds = 1.5  # after a slot, for pending writes
 
 
 # Layers, micro-batches of a pipeline, forward of a layer, slots, and steps of a slot.
-FULL, QUICK = (24, 8, 0.004, 4, 4), (4, 4, 0.001, 2, 2)
+FULL, QUICK = (24, 8, 0.004, 4, 5), (4, 4, 0.001, 2, 3)
 # Width, layers, compute of a step, steps from one checkpoint to the next, slots, steps of a slot.
 FULL_CHECKPOINT, QUICK_CHECKPOINT = (1024, 4, 0.5, 2, 4, 9), (64, 2, 0.02, 1, 2, 3)
 

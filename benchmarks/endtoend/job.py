@@ -148,10 +148,12 @@ class JobReporter:
         self._cpu = time.process_time()
         return start
 
-    def step_ended(self, worker: Worker, step: int, num_samples: int, loss: float | None) -> None:
+    def step_ended(
+        self, worker: Worker, step: int, num_samples: int, loss: float | None, moment: Seconds
+    ) -> None:
         """Report a step; at the end of a slot, return when the next one begins."""
         if loss is not None:
-            self._driver.send(StepReport(worker, step, num_samples, loss, time.monotonic()))
+            self._driver.send(StepReport(worker, step, num_samples, loss, moment))
         self._num_ended += 1
         if self._slot and self._num_ended % self._slot == 0:
             self._driver.send("the slot has ended")
@@ -206,10 +208,11 @@ class JobLog:
     def step_of_slot(self, slot: int, num_steps: int) -> Seconds:
         """Return the mean step of a slot.
 
-        Its first step is left out: before it, work in the background had extra time.
+        Two steps are left out: the Trainer reports a step, and waits for its slot, one step later;
+        and before the step after that, work in the background had extra time.
         """
-        first, last = slot * num_steps, (slot + 1) * num_steps - 1
-        return (self._end_of_step(last) - self._end_of_step(first)) / (num_steps - 1)
+        first, last = slot * num_steps + 1, (slot + 1) * num_steps - 1
+        return (self._end_of_step(last) - self._end_of_step(first)) / (num_steps - 2)
 
     def _end_of_step(self, number: int) -> Seconds:
         """Return when a step had ended on all pipelines."""
@@ -265,7 +268,7 @@ class SlotRow:
     part: str  # of the benchmark
     side: str
     round: int
-    step: Seconds  # mean, without the first of the slot
+    step: Seconds  # mean, without the first two of the slot
 
 
 def interleave(

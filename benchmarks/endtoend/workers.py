@@ -33,9 +33,9 @@ from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo.job import GPTShape
 from polyrhythm.run.demo.train import ByteText, Embedding, Head, next_byte_loss, standard_library
 from polyrhythm.run.trainer.config import DataConfig
-from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.sampler import GlobalBatch, microbatch_ranges
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sinks.metrics import StepInfo
 from polyrhythm.types import Bytes, Worker
 
 SEED = 1  # of weights and of the order of samples
@@ -154,9 +154,12 @@ def fit(
     reporter = JobReporter(pool_worker, setting)
 
     def on_step(end: StepInfo) -> None:
-        reporter.step_ended(trainer.worker, end.step, end.num_samples, end.loss)
+        own = end.own  # its metrics come one step later: its moment is not now
+        reporter.step_ended(trainer.worker, end.step, own.num_samples, own.loss, own.end)
 
-    with make(plan=setting.plan, callbacks=[on_step], timeout=setting.timeout) as trainer:
+    with make(
+        plan=setting.plan, callbacks=[on_step], timeout=setting.timeout, progress=False
+    ) as trainer:
         speed = setting.speed(trainer.worker, pool_worker.host)
         speed.attach(trainer.model)
         speed.start = reporter.wait_for_start()
@@ -206,7 +209,8 @@ def torch_baseline(pool_worker: PoolWorker, setting: JobSetting) -> None:
             chosen.zero_grad()
             rate.step()
             loss = torch.stack(losses).detach().mean().item() if losses else None
-            reporter.step_ended(worker, step, len(share) * setting.microbatch_size, loss)
+            num_samples = len(share) * setting.microbatch_size
+            reporter.step_ended(worker, step, num_samples, loss, time.monotonic())
         reporter.job_ended(time.monotonic(), speed, None)
 
 

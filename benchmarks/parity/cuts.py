@@ -166,7 +166,7 @@ def train(job: CutJob, *, restores: bool = False) -> Trained:
             if restores:
                 trainer.restore()
             steps = trainer.fit(max_steps=job.num_steps).steps
-            losses = [(info.loss or 0.0, info.num_labels) for info in steps]
+            losses = [(info.own.loss or 0.0, info.own.num_labels) for info in steps]
             state = {k: v for k, v in trainer.model.state_dict().items() if v.is_floating_point()}
             is_last = trainer.pipeline.is_last
             torch.save((losses if is_last else [], state), folder / f"{ctx.rank}.pt")

@@ -21,8 +21,8 @@ from polyrhythm.run.checkpoint.folder import list_steps
 from polyrhythm.run.checkpoint.manifest import MANIFEST, CheckpointError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.config import CheckpointConfig
-from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sinks.metrics import StepInfo
 from tests.gloo.checkpoint_faults import mount_small_disk, record_warnings
 from tests.gloo.pipelines import run_single_process
 from tests.gloo.trainer_jobs import NUM_STEPS, plan_of, run_job, trainer

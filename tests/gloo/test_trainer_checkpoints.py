@@ -18,7 +18,7 @@ from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.run.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, to_text
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
-from polyrhythm.run.trainer.fit_loop import StepInfo
+from polyrhythm.sinks.metrics import StepInfo
 from tests.gloo.trainer_jobs import (
     BATCH,
     NUM_SAMPLES,
@@ -45,7 +45,7 @@ def resume(folder: Path, shape: tuple[int, int], steps: int, **more: Any) -> lis
         ) as made:
             first_step = made.restore()
             ends = made.fit(max_steps=steps).steps
-            found = [(end.step, end.loss, end.num_samples) for end in ends]
+            found = [(end.step, end.own.loss, end.own.num_samples) for end in ends]
             return first_step, found, made.model.state_dict()
 
     return run_job(plan.num_workers, work, folder)
@@ -147,7 +147,7 @@ def test_another_batch_size_continues_steps_rates_and_samples(
             used = made._progress.sampler_state
             assert (made.global_step, made.fit(max_steps=10).steps) == (10, ())
             made.save()
-            return [(s.step, s.num_samples) for s in steps], group["lr"], used.next
+            return [(s.step, s.own.num_samples) for s in steps], group["lr"], used.next
 
     found = run_job(plan.num_workers, work, tmp_path)
     steps = [step for steps, *_ in found for step in steps]

@@ -217,7 +217,7 @@ def job(
         ) as made:
             steps = made.fit(max_steps=STEPS).steps
             state = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
-            return [s.loss for s in steps], state, made.evaluate(Sentences())
+            return [s.own.loss for s in steps], state, made.evaluate(Sentences())
 
     found = run_job(plan.num_workers, work, folder)
     losses = torch.tensor(

@@ -148,10 +148,9 @@ def train(
     )
     with trainer:
         result = trainer.fit(max_steps=steps)
-        losses = [(step.loss, step.num_labels) for step in result.steps]
-        assert len(result.losses) in (0, steps)  # on the last stage an entry for every step
-        for found, (loss, _) in zip(result.losses, losses, strict=False):
-            assert loss == found or (loss is None and math.isnan(found))
+        losses = [(step.own.loss, step.own.num_labels) for step in result.steps]
+        for found, step in zip(result.losses, result.steps, strict=True):
+            assert step.loss == found or (step.loss is None and math.isnan(found))
         return losses, trainer.model.state_dict(), trainer.evaluate(dataset())
 
 

@@ -72,7 +72,7 @@ def train(
         ) as made:
             ends = made.fit(max_steps=STEPS).steps
             made.save()
-            return [(end.loss, end.num_samples) for end in ends], made.model.state_dict()
+            return [(end.own.loss, end.own.num_samples) for end in ends], made.model.state_dict()
 
     found = run_job(plan.num_workers, work, folder)
     last = [ends for ends, _ in found if ends[0][0] is not None]

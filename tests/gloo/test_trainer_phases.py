@@ -53,7 +53,7 @@ def train(
 
         def callback(end: Any) -> None:
             weight = next(made.model.parameters()).detach().clone()
-            seen.append((end.step, end.num_samples, weight))
+            seen.append((end.step, end.own.num_samples, weight))
 
         with trainer(plan, sync="auto", callbacks=[callback]) as made:
             made.fit(max_steps=NUM_STEPS // 2)
@@ -186,7 +186,7 @@ def test_switch_after_a_loss_waits_for_living_pipelines_only(
             if ctx.rank in lost and end.step >= 5:
                 os._exit(0)
             weight = next(made.model.parameters()).detach().clone()
-            seen.append((end.step, end.num_samples, weight))
+            seen.append((end.step, end.own.num_samples, weight))
 
         made = trainer(plan, sync="auto", callbacks=[callback])
         made.fit(max_steps=NUM_STEPS)

@@ -93,7 +93,7 @@ def test_preempted_job_resumes_with_the_same_losses(tmp_path: Path) -> None:
         with trainer(plan, run_dir=tmp_path / "run", sync="all_reduce") as made:
             first = made.restore()
             ends = made.fit(max_steps=60).steps
-            return first, [(end.step, end.loss, end.num_samples) for end in ends]
+            return first, [(end.step, end.own.loss, end.own.num_samples) for end in ends]
 
     found = run_job(3, work, tmp_path / "again")
     first = found[0][0]

@@ -15,7 +15,7 @@ from polyrhythm.run.checkpoint.manifest import read_manifest
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.data.order import DataError
 from polyrhythm.run.trainer.config import CheckpointConfig
-from polyrhythm.run.trainer.fit_loop import StepInfo
+from polyrhythm.sinks.metrics import StepInfo
 from polyrhythm.sync.dispatch import SamplerState
 from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, plan_of, run_job, trainer
 
@@ -67,7 +67,7 @@ def resume(
             first_step = made.restore(saved)
             ends = made.fit(max_steps=steps).steps
             made.save()
-            found = [(end.step, end.loss, end.num_samples) for end in ends]
+            found = [(end.step, end.own.loss, end.own.num_samples) for end in ends]
             return first_step, found, stream.read
 
     return run_job(plan.num_workers, work, folder)

@@ -78,7 +78,7 @@ def fit(
     def work(ctx: DistContext | None) -> tuple[Any, Any]:
         with trainer(plan, **more) as made:
             fitted = made.fit(max_steps=steps)
-            ends = [(end.step, end.loss, end.num_samples) for end in fitted.steps]
+            ends = [(end.step, end.own.loss, end.own.num_samples) for end in fitted.steps]
             return ends, made.model.state_dict()
 
     found = run_job(plan.num_workers, work, folder)

@@ -50,7 +50,8 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
         ) as trainer:
             steps = trainer.fit(max_steps=NUM_STEPS).steps
             assert next(trainer.model.parameters()).is_cuda
-        found = [(end.loss, end.num_samples) for end in steps if end.loss is not None]
+        own = [end.own for end in steps]
+        found = [(each.loss, each.num_samples) for each in own if each.loss is not None]
         (folder / f"{ctx.rank}.pkl").write_bytes(pickle.dumps(found))
 
     folder.mkdir()

@@ -208,7 +208,7 @@ def test_both_sides_build_the_same_model_and_learn_no_held_out_window() -> None:
     assert len(text[len(text) - 1][1]) == len(target) == CONTEXT
 
 
-def test_a_slot_is_timed_from_the_end_of_its_first_step_on_the_slower_pipeline() -> None:
+def test_a_slot_is_timed_from_the_end_of_its_second_step_on_the_slower_pipeline() -> None:
     log = JobLog(start=0.0)
     for step, moment in enumerate((10.0, 11.0, 12.0, 20.0, 22.0, 24.0)):
         for pipeline in (0, 1):

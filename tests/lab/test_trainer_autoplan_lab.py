@@ -56,7 +56,7 @@ def train(**more: Any) -> tuple[Plan, list[tuple[int, float | None, int]]]:
     optimizer = partial(torch.optim.AdamW, lr=1e-2)
     with Trainer(model, mse_loss, optimizer, samples(), batch_size=BATCH, **more) as trainer:
         ends = trainer.fit(max_steps=NUM_STEPS).steps
-        return trainer.plan, [(end.step, end.loss, end.num_samples) for end in ends]
+        return trainer.plan, [(end.step, end.own.loss, end.own.num_samples) for end in ends]
 
 
 def losses(found: list[list[tuple[int, float | None, int]]]) -> list[float]:

@@ -29,7 +29,7 @@ trainer = pr.Trainer(
     run_dir=sys.argv[2] if len(sys.argv) > 2 else None, callbacks=[fail],
 )
 ends = trainer.fit(max_steps={NUM_STEPS}).steps
-found = [[end.loss, end.num_samples] for end in ends if end.loss is not None]
+found = [[end.own.loss, end.own.num_samples] for end in ends if end.own.loss is not None]
 Path(sys.argv[1], f"{{trainer.worker}}.json").write_text(json.dumps(found))
 print(trainer.worker, "on", os.environ.get("POLYRHYTHM_DEVICE"))
 """

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
@@ -70,7 +71,7 @@ from polyrhythm.types import AverageTimings, Seconds, Worker
 _logger = logging.getLogger(__name__)
 
 _CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
-_STEP, _CLIP = "step()", "clip_grad_norm_()"
+_STEP, _CLIP, _GRADIENTS = "step()", "clip_grad_norm_()", "the mean gradients"
 _STATE_DICT, _ASYNC_STATE_DICT = "state_dict()", "async_state_dict()"
 
 
@@ -261,6 +262,38 @@ class DistributedOptimizer(Optimizer):
         for shard in shards if factor < 1.0 else ():
             shard.gradient.mul_(factor)
         return total.to(self._parameters[0].device)
+
+    def mean_gradients(self) -> list[Tensor]:
+        """Return this worker's shards of them, after backward; with nan if any is not finite.
+
+        Of a parameter that several stages hold, the stage that owns it returns the shard.
+        """
+        self._gradient_sync.check_has_gradients(_GRADIENTS)
+        self._gradient_sync.finish()
+        not_owned = set() if self._stage is None else self._stage.tied_not_owned
+        mark = self._gradient_sync.found_inf.grad
+        assert mark is not None, "it is set when the gradients are averaged"
+        shards = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
+        return [mark, *(s.gradient for s in shards if self._parameters[s.index] not in not_owned)]
+
+    def drop_non_finite(self) -> bool:
+        """Without finite gradients on all stages and replicas, let `step` change no weight.
+
+        Return whether the gradients are dropped; all workers call it, between backward and step.
+        With NCCL it waits for the GPU.
+        """
+        squares = squared_norm(self.mean_gradients()).item()
+        total = torch.tensor(sum(self._replicas.all_gather_number(squares, _GRADIENTS)))
+        if self._stage is not None:
+            total = self._stage.norm_over_stages(total.sqrt(), 2.0)
+        if is_dropped := not total.isfinite():
+            for shard in self._gradient_sync.shards:
+                shard.parameter.grad = None
+        return is_dropped
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self._gradient_sync.is_all_reduce else self._replicas.num_workers
 
     def synchronize(self) -> None:
         """Wait until this worker has all parameters of the last step."""
@@ -509,6 +542,18 @@ def _norm_of(
     return torch.linalg.vector_norm(
         torch.stack([torch.zeros((), device=device), *norms]), norm_type
     )
+
+
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of all tensors, on their device, without waiting for it."""
+    parts = [torch.zeros((), dtype=torch.float64)]
+    for is_half in (False, True):
+        some = [t for t in tensors if (t.dtype in HALF_PRECISION) is is_half]
+        if some:
+            norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
+            whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+            parts.append(torch.stack(whole).double().square().sum())
+    return sum(parts[1:], parts[0].to(parts[-1].device))
 
 
 def _check_initialized() -> None:

@@ -191,6 +191,7 @@ def train(ctx: DistContext, job: DemoJob, text: ByteText, run_dir: Path | None) 
             data=DataConfig(seed=settings.seed),
             device=_device(settings, ctx),
             run_dir=folder,
+            progress=False,  # `polyrhythm demo` shows its own
             timeout=settings.timeout,
         ) as trainer:
             trainer.fit(max_steps=settings.steps)

@@ -18,6 +18,8 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.worker_pool import WorkerOptions
 from polyrhythm.run.pipeline.partition import LayerSplit
+from polyrhythm.run.trainer.metrics import HOOKS, Callback
+from polyrhythm.sinks.metrics import Logger, StepInfo
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import AUTO, Bytes, Seconds
 
@@ -122,7 +124,10 @@ class TrainerConfig:
     device: torch.device | str | None
     run_dir: Path | None
     checkpoint: CheckpointConfig
-    callbacks: Sequence[Callable[[Any], None]]
+    callbacks: Sequence[Callback | Callable[[StepInfo], object]]
+    on_nan: str
+    progress: bool
+    loggers: Sequence[Logger]
     timeout: Seconds
 
     def __post_init__(self) -> None:
@@ -134,8 +139,7 @@ class TrainerConfig:
             raise _invalid("clip_grad_norm", self.clip_grad_norm, "a number above 0, or None")
         if not _is_above_0(self.timeout):
             raise _invalid("timeout", self.timeout, "seconds above 0")
-        if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
-            raise _invalid("callbacks", self.callbacks, "a list of functions that take a StepInfo")
+        self._check_reports()
         for name in ("loss_fn", "optimizer_fn", "lr_scheduler_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -171,10 +175,24 @@ class TrainerConfig:
     def degrees(self) -> Degrees:
         return Degrees(stages=self.stages, pipelines=self.pipelines)
 
+    def _check_reports(self) -> None:
+        """Check what is called during training."""
+        callbacks, loggers = self.callbacks, self.loggers
+        expected = "a list of functions that take a StepInfo, or of objects with on_step(info)"
+        if not isinstance(callbacks, Sequence) or not all(map(_is_callback, callbacks)):
+            raise _invalid("callbacks", callbacks, expected)
+        expected = "a list of objects with log(step, values) and close()"
+        if not isinstance(loggers, Sequence) or not all(map(_is_logger, loggers)):
+            raise _invalid("loggers", loggers, expected)
+        if self.on_nan not in ("warn", "skip", "stop"):
+            raise _invalid("on_nan", self.on_nan, "'warn', 'skip' or 'stop'")
+        if not isinstance(self.progress, bool):
+            raise _invalid("progress", self.progress, "True or False")
+
     def must_match(self, order: SampleOrder | None) -> dict[str, Any]:
         """Return the arguments that must be equal in all processes."""
         names = ("batch_size", "microbatch_size", "schedule", "clip_grad_norm", "autocast")
-        return {name: getattr(self, name) for name in (*names, "stages", "pipelines")} | {
+        return {name: getattr(self, name) for name in (*names, "stages", "pipelines", "on_nan")} | {
             "sync": self.sync.mode,
             "overlap": self.sync.overlap,
             "sync options": dict(self.sync.options),
@@ -190,6 +208,17 @@ class TrainerConfig:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, self.autocast)
+
+
+def _is_callback(value: object) -> bool:
+    """Whether it is a function or an object with a hook; a class with hooks is no object of it."""
+    has_hook = any(hasattr(value, name) for name in HOOKS)
+    return not isinstance(value, type) if has_hook else callable(value)
+
+
+def _is_logger(value: object) -> bool:
+    methods = (getattr(value, name, None) for name in ("log", "close"))
+    return all(map(callable, methods)) and not isinstance(value, type)
 
 
 def _is_integer(value: object) -> bool:

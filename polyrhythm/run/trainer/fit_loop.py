@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from polyrhythm.errors import LaunchError, peer_errors
+from polyrhythm.errors import LaunchError, TrainingError, peer_errors
+from polyrhythm.events import Value
 from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
 from polyrhythm.run.comm.process_groups import new_gloo_group
@@ -35,10 +36,20 @@ from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
 from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
-from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError, mean_loss
+from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.run.trainer.metrics import (
+    GroupMetrics,
+    Measured,
+    MeasuredStep,
+    MetricGather,
+    PeakMemory,
+    StepMetrics,
+    call_hooks,
+    count_tokens,
+)
 from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import (
@@ -50,6 +61,8 @@ from polyrhythm.run.trainer.sampler import (
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import EventLog
+from polyrhythm.sinks.metrics import Logger, StepInfo
+from polyrhythm.sinks.progress import FitProgress
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.replay import JobShape, StepTiming
@@ -57,19 +70,9 @@ from polyrhythm.types import AUTO, Seconds, Worker
 
 _LR_STATE = "the state of the learning rate scheduler"
 NUM_STEPS_KEPT = 1000  # in memory, of a fit
+_BY_CALLBACK = "a callback"  # ends training early
 _logger = logging.getLogger(__name__)
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """The result of one step of a worker, as passed to callbacks."""
-
-    step: int  # the global step, from 0
-    num_samples: int  # this pipeline's share of the step
-    loss: float | None  # the mean over their labels; None except on the last stage, or without one
-    num_labels: float = 0.0  # of that mean; samples if labels are not counted
-    seconds: Seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +83,7 @@ class TrainProgress:
     step: int = 0  # global steps done
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
-    is_loss_finite: bool = True  # in the last step, on the last stage
+    is_finite: bool = True  # the loss and the gradients of the last step
     is_updating: bool = False  # weights, optimizer and step are not of the same step
     problem: str = ""  # after a failed fit: why this is not the state after `step`
 
@@ -150,8 +153,11 @@ class FitContext:
     samples: SampleLoader
     log: EventLog | None
     checkpointer: TrainerCheckpointer | None  # None without a run folder
+    loggers: Sequence[Logger]  # empty except on the leader
     preemption: PreemptionHandler
     machines: Sequence[str]  # by rank; needed under sync="auto"
+    metric_store: JobStore  # of the thread that publishes metrics in groups
+    metric_gathers: dict[tuple[int, ...], MetricGather] = field(default_factory=dict)  # by ranks
     # Of the replicas of this stage, by pipelines: after a loss, those that are left.
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -181,6 +187,20 @@ class FitContext:
     @property
     def is_leader(self) -> bool:
         return self.worker == LEADER
+
+    def metric_gather(self, *, in_lockstep: bool) -> MetricGather | None:
+        """Return the gather of the workers in lockstep, in groups of the stages of this pipeline.
+
+        None if this worker is the only one; made by all of them together.
+        """
+        num_stages, pipeline = self.pipeline.num_stages, self.worker.pipeline
+        own = tuple(range(pipeline * num_stages, (pipeline + 1) * num_stages))
+        ranks = self.members.ranks if in_lockstep else own
+        if len(ranks) == 1:
+            return None
+        if ranks not in self.metric_gathers:
+            self.metric_gathers[ranks] = MetricGather(ranks, timeout=self.config.timeout)
+        return self.metric_gathers[ranks]
 
     @property
     def data_settings(self) -> DataSettings:
@@ -242,6 +262,7 @@ class SyncDecision:
     sync_mode: str | None  # of the next phase; None: the fit is over
     sampler_state: SamplerState  # which samples are left
     is_preempted: bool = False  # the fit ends early, after a preemption notice
+    problem: str = ""  # the fit ends early, with this error: a loss that is not finite
     lost: tuple[int, ...] = ()  # pipelines that are no longer waited for
 
 
@@ -274,14 +295,59 @@ class FitLoop:
         self.steps: deque[StepInfo] = deque(maxlen=NUM_STEPS_KEPT)
         self.losses = array("d")  # of all steps: 8 bytes each
         self.is_stopped = False  # by a preemption notice
+        self.is_stopping = False  # in lockstep, by a callback: no worker starts another step
+        self.problem = ""  # why the fit ends with an error
+        self.peak_memory = PeakMemory(context.pipeline.device)
+        self.display: FitProgress | None = None
 
     def run(self) -> None:
         name: str | None = self.context.config.sync.first_mode.name
+        if self.context.is_leader and self.context.config.progress:
+            self.display = FitProgress(self.progress.step, self.num_steps)
         try:
             while name is not None:
                 name = self._train(SyncMode.named(name))
         finally:
+            if self.display is not None:
+                self.display.close()
             self.stage_loader.close()
+        if self.problem:
+            self._raise_not_finite()
+
+    def request_stop(self, why: str, group_metrics: GroupMetrics | None = None) -> None:
+        """End training early; `why` is empty, or says what was not finite.
+
+        In lockstep all workers call it at the end of the same step. In groups one worker does, with
+        its `group_metrics`, and the leader ends the samples.
+        """
+        if group_metrics is not None:
+            group_metrics.request_stop(why or _BY_CALLBACK)
+        else:
+            self.is_stopping, self.problem = True, self.problem or why
+
+    def report(self, info: StepInfo, shown: StepInfo) -> bool:
+        """Show and log the metrics of a step; return whether a callback wants to stop."""
+        context = self.context
+        self.steps.append(info)
+        self.losses.append(math.nan if info.loss is None else info.loss)
+        if self.display is not None:
+            self.display.update(shown)
+        if context.loggers:
+            values = shown.values()
+            for logger in context.loggers:
+                logger.log(shown.step, values)
+        return call_hooks(context.config.callbacks, "on_step", info)
+
+    def _raise_not_finite(self) -> NoReturn:
+        """Raise the error of on_nan="stop" on all workers, when checkpoints are on disk."""
+        if self.context.checkpointer is not None:
+            self.context.checkpointer.wait()
+        raise TrainingError(
+            self.problem,
+            expected='finite losses and gradients, with on_nan="stop"',
+            fix="use a lower learning rate or clip_grad_norm, and restore() the newest checkpoint, "
+            'which has finite weights; or pass on_nan="skip", which omits such steps',
+        )
 
     @property
     def end_of_samples(self) -> int:
@@ -302,15 +368,16 @@ class FitLoop:
             phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
             self.is_stopped = decision.is_preempted
+            self.problem = self.problem or decision.problem
             if decision.lost:
                 self._forget(decision.lost)
-            if decision.sync_mode is None:
+            if decision.sync_mode is None and not self.problem:
                 self._save_last(strategy)
             self._close_strategy(strategy)
         except BaseException:
             try:
                 if phase is not None:
-                    phase.stop_after_last_step()
+                    phase.abort()
             finally:
                 strategy.abort()
             raise
@@ -339,6 +406,7 @@ class FitLoop:
                 self.exchange.publish()
             decision = self._decide(lambda: self._after_window(phase))
             if decision.sync_mode != phase.mode.name:
+                phase.finish_metrics()
                 phase.strategy.average_all()
                 return decision
 
@@ -346,7 +414,13 @@ class FitLoop:
         """Train until the samples run out; rank 0 may end them early."""
         phase.run()
         phase.strategy.average_all()
-        return self._decide(lambda: self._after_groups(phase))
+        group_metrics = phase.group_metrics
+        if group_metrics is not None:
+            group_metrics.stop()
+        decision = self._decide(lambda: self._after_groups(phase))
+        if group_metrics is not None:
+            group_metrics.delete()
+        return decision
 
     def _decide(self, decide: Callable[[], SyncDecision]) -> SyncDecision:
         """Call `decide` on the leader and return its decision on every worker."""
@@ -374,7 +448,11 @@ class FitLoop:
     def _after_groups(self, phase: "Phase") -> SyncDecision:
         sampler_state = replace(phase.sampler.sampler_state(), limit=None)
         lost = tuple(sorted(phase.lost_pipelines()))
-        if phase.next_sync_mode is not None and sampler_state.num_used < self.end_of_samples:
+        why = "" if phase.group_metrics is None else phase.group_metrics.why_stop
+        if why and why != _BY_CALLBACK:
+            self.problem = why
+        is_left = sampler_state.num_used < self.end_of_samples
+        if phase.next_sync_mode is not None and is_left and not why:
             return SyncDecision(
                 sync_mode=phase.next_sync_mode, sampler_state=sampler_state, lost=lost
             )
@@ -385,7 +463,13 @@ class FitLoop:
             sync_mode=None,
             sampler_state=sampler_state,
             is_preempted=self.context.preemption.is_stop_requested,
+            problem=self.problem,
         )
+
+    @property
+    def phase_name(self) -> str:
+        """A unique name: each phase ends with a decision."""
+        return f"{self._name}/{self._num_decisions}"
 
     def _make_strategy(self, mode: SyncMode) -> NoSync:
         context, config = self.context, self.context.config
@@ -412,7 +496,7 @@ class FitLoop:
             seed=config.data.seed,
             timeout=config.timeout,
             sampler_state=replace(self.progress.sampler_state, limit=self.end_of_samples),
-            name=f"{self._name}/{self._num_decisions}",  # each phase ends with a decision
+            name=self.phase_name,
         )
 
     def _save_last(self, strategy: NoSync) -> None:
@@ -448,18 +532,28 @@ class Phase:
         )
         self._lr_scheduler = progress.make_lr_scheduler(context.config, strategy.optimizer)
         self.in_lockstep = mode.lockstep or strategy.sync is None
+        on_nan = context.config.on_nan
+        # In groups the others average with this pipeline, which must stay finite until all stop.
+        strategy.drops_non_finite = on_nan == "skip" or (on_nan == "stop" and not self.in_lockstep)
+        gather = context.metric_gather(in_lockstep=self.in_lockstep)
+        is_late = gather is not None or context.pipeline.device.type == "cuda"
+        self._metrics = StepMetrics(gather, is_late=is_late)
+        self.group_metrics: GroupMetrics | None = None  # in groups, on first stages
+        if not self.in_lockstep and context.pipeline.is_first:
+            self.group_metrics = GroupMetrics(
+                f"metrics of {fit.phase_name}", context.metric_store, context.first_stages
+            )
+        self._wants_stop = False  # a callback of this worker
+        self._num_tokens: int | None = None  # of this pipeline's last step, on the first stage
         self.is_over = False
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
         self._has_ended_samples = False  # in groups, on rank 0
 
     def run(self, max_steps: int | None = None) -> None:
         """Run up to `max_steps` steps; stop early when the samples run out."""
-        num_steps, fit = 0, self._fit
-        while (max_steps is None or num_steps < max_steps) and (info := self._step()) is not None:
+        num_steps = 0
+        while (max_steps is None or num_steps < max_steps) and self._step():
             num_steps += 1
-            fit.steps.append(info)
-            if self._context.pipeline.is_last:
-                fit.losses.append(math.nan if info.loss is None else info.loss)
 
     def advance_lr_scheduler(self, step: int) -> None:
         """Advance to the global step; this pipeline may compute only some of the steps."""
@@ -471,40 +565,86 @@ class Phase:
         """Return the state of the learning rate scheduler."""
         return None if self._lr_scheduler is None else self._lr_scheduler.state_dict()
 
-    def _step(self) -> StepInfo | None:
+    def _step(self) -> bool:
+        """Run one step; return False, and run none, if the phase is over."""
         start, losses, pipeline = time.perf_counter(), list[Tensor](), self._context.pipeline
         with self._context.config.precision(pipeline.device):
             run = self._run_first_stage if pipeline.is_first else self._run_later_stage
             batch_slice = run(losses)
         if batch_slice is None:
+            self.finish_metrics()
             self.is_over = True
-            return None
+            return False
         before = self._progress.step
         with self._progress.update():
             self.strategy.update(self.sampler.acknowledge)
+            learning_rate = self.strategy.optimizer.param_groups[0]["lr"]
             self.advance_lr_scheduler(batch_slice.step + 1)
             self._progress.step = max(before, batch_slice.step + 1)
-        loss, num_labels = mean_loss(losses, pipeline.loss_counts) if losses else (None, 0.0)
-        info = StepInfo(
-            step=batch_slice.step,
-            num_samples=batch_slice.num_samples,
-            loss=loss,
-            num_labels=num_labels,
-            seconds=time.perf_counter() - start,
+        seconds = time.perf_counter() - start
+        waited = self._time_step(seconds) if pipeline.is_first else 0.0
+        step = MeasuredStep(
+            self._measured(batch_slice, seconds, waited),
+            time.monotonic(),
+            losses,
+            pipeline.loss_counts,
+            self.strategy.grad_squares,
+            learning_rate,
         )
-        if pipeline.is_first:
-            self._time_step(info.seconds)
-        self._warn_if_not_finite(info)
-        self._record(info, start)
         self._save_if_due(before, batch_slice.step + 1)
-        for callback in self._context.config.callbacks:
-            callback(info)
-        return info
+        self._report(step, start, seconds)
+        return True
+
+    def _measured(self, batch_slice: BatchSlice, seconds: Seconds, waited: Seconds) -> Measured:
+        worker = self._context.worker
+        return Measured(
+            step=batch_slice.step,
+            stage=worker.stage,
+            pipeline=worker.pipeline,
+            num_samples=batch_slice.num_samples,
+            num_tokens=math.nan if self._num_tokens is None else self._num_tokens,
+            seconds=seconds,
+            waited=waited,
+            peak_memory=self._fit.peak_memory.read(),
+        )
+
+    def _report(self, step: MeasuredStep, start: Seconds, seconds: Seconds) -> None:
+        """Report the metrics of the step before, and start to gather those of this one."""
+        if self._metrics.is_late:
+            self.finish_metrics()
+        step.measured.wants_stop = float(self._wants_stop)
+        self._metrics.start(step)
+        # With the number that action events carry.
+        self._unrecorded = self._context.pipeline.num_steps - 1, start, start + seconds
+        if not self._metrics.is_late:
+            self.finish_metrics()
+
+    def finish_metrics(self) -> None:
+        """Wait for the metrics of the last step that are not reported yet, and report them."""
+        info = self._metrics.finish()
+        if info is None:
+            return
+        self._record(info)
+        fit, shown = self._fit, info
+        if self.group_metrics is not None:
+            self.group_metrics.update(info)
+            if fit.display is not None or self._context.loggers:
+                shown = self.group_metrics.combined(self.lost_pipelines()) or info
+        self._wants_stop |= fit.report(info, shown)
+        problem = self._check_finite(info)
+        # One worker alone needs no agreement; nor do all that see the same problem.
+        if (
+            problem
+            or self._metrics.is_stop_wanted
+            or (self._wants_stop and not self._metrics.is_gathered)
+        ):
+            fit.request_stop(problem, self.group_metrics)
 
     def _run_first_stage(self, losses: list[Tensor]) -> BatchSlice | None:
         """Run a batch on the first stage, which may also be the last."""
         pipeline, preemption = self._context.pipeline, self._context.preemption
         may_start = not self.in_lockstep or preemption.may_start_step(self._progress.step)
+        may_start = may_start and not self._fit.is_stopping
         batch_slice = self.sampler.next() if may_start else None
         if batch_slice is None:
             pipeline.end_batches()
@@ -512,6 +652,7 @@ class Phase:
         microbatches, metadata = self._fit.stage_loader.of_slice(
             batch_slice, self.sampler.peek(), self.sampler.peek_ahead
         )
+        self._num_tokens = count_tokens(microbatches)
         pipeline.run_microbatches(microbatches, training=True, losses=losses, metadata=metadata)
         return batch_slice
 
@@ -526,8 +667,11 @@ class Phase:
         assert isinstance(pipeline.metadata, BatchSlice), "the first stage passes it"
         return pipeline.metadata
 
-    def _time_step(self, seconds: Seconds) -> None:
-        """On the first stage, after a step: time it, and end the phase if rank 0 decides so."""
+    def _time_step(self, seconds: Seconds) -> Seconds:
+        """On the first stage, after a step: time it, and end the phase if rank 0 decides so.
+
+        Return how long the step waited for other pipelines.
+        """
         averaged, exchange = self.strategy.pop_timings(), self._fit.exchange
         if exchange is not None:
             exchange.add_timing(
@@ -540,44 +684,58 @@ class Phase:
                 )
             )
         if self.in_lockstep or self._has_ended_samples:
-            return
+            return averaged.waited
         if exchange is not None:
             decision = exchange.after_step(self._progress.step, self.lost_pipelines)
             if decision is not None and decision.switches:
                 self.next_sync_mode = decision.sync_mode
         ends = self.next_sync_mode is not None or self._context.preemption.is_stop_requested
+        ends = ends or (self.group_metrics is not None and bool(self.group_metrics.why_stop))
         if self._context.is_leader and ends:
             assert self.strategy.sync is not None, "in groups"
             samples = SampleDispatcher(self.strategy.sync)
             samples.sampler_state(last_batch=self._context.global_batch.size)
             self._has_ended_samples = True
+        return averaged.waited
 
-    def _warn_if_not_finite(self, info: StepInfo) -> None:
-        """Warn of the first non-finite loss after a finite one; the value is known here."""
-        if info.loss is None:
-            return
-        is_finite, was_finite = math.isfinite(info.loss), self._progress.is_loss_finite
-        self._progress.is_loss_finite = is_finite
-        if was_finite and not is_finite:
+    def _check_finite(self, info: StepInfo) -> str:
+        """Warn of the first step that is not finite; return the problem if it ends training."""
+        was_finite, self._progress.is_finite = self._progress.is_finite, info.is_finite
+        if info.is_finite:
+            return ""
+        bad = [p for p in info.pipelines if not math.isfinite(p.loss or 0.0)]
+        problem = f"step {info.step}: the gradients are not finite"
+        if bad:
+            problem = f"step {info.step}: the loss of pipeline {bad[0].pipeline} is {bad[0].loss}"
+        if self._context.config.on_nan == "stop":
+            return problem
+        is_warned_here = self._context.is_leader or not math.isfinite(info.own.loss or 0.0)
+        if was_finite and bad and is_warned_here:
             _logger.warning(
-                "step %d: the loss of pipeline %d is %s, and weights may become so; checkpoints "
-                "with finite weights are kept",
-                *(info.step, self._context.worker.pipeline, info.loss),
+                "%s, and weights may become so; checkpoints with finite weights are kept", problem
             )
+        return ""
 
     def lost_pipelines(self) -> set[int]:
         """Return the pipelines of this phase that are lost; only the leader knows them."""
         sync, pipelines = self.strategy.sync, self._context.pipelines
         return set() if sync is None else {pipelines[index] for index in sync.lost_pipelines()}
 
-    def _record(self, info: StepInfo, start: Seconds) -> None:
+    def _record(self, info: StepInfo) -> None:
         log = self._context.log
         if log is not None:
-            values: dict[str, float | int] = {"global_step": info.step, "samples": info.num_samples}
-            if info.loss is not None:
-                values["loss"] = info.loss
-            step = self._context.pipeline.num_steps - 1  # the number that action events carry
-            log.write("step", start=log.at(start), step=step, values=values)
+            number, start, end = self._unrecorded
+            own = info.own
+            values: dict[str, Value] = {"global_step": info.step, "samples": own.num_samples}
+            if own.loss is not None:
+                values["loss"] = own.loss
+            log.write("step", start=log.at(start), end=log.at(end), step=number, values=values)
+
+    def abort(self) -> None:
+        """End after an error, which may have come in the middle of a step."""
+        if self.group_metrics is not None:
+            self.group_metrics.stop()
+        self.stop_after_last_step()
 
     def stop_after_last_step(self) -> None:
         """After an error, set the progress to that after the last complete step, if possible."""

@@ -4,16 +4,18 @@ All have the same interface: `update` after each batch, `average_all` before oth
 weights, `close` at the end.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer, squared_norm
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncMode
@@ -24,6 +26,10 @@ class NoSync:
     """The strategy of a single pipeline; base class of the others."""
 
     sync: GroupSync | None = None
+    # Of the last gradients, before clipping: summed over stages and averaged over pipelines, the
+    # square of their norm. On a GPU it may still be computed.
+    grad_squares: Tensor | float = 0.0
+    drops_non_finite = False  # gradients that are not finite are applied on no stage
 
     def __init__(self, pipeline: Pipeline, optimizer: Optimizer, clip: float | None) -> None:
         self.optimizer = optimizer  # the one whose learning rates are scheduled
@@ -34,14 +40,34 @@ class NoSync:
 
         In this order: a peer of the average may wait until the last samples are acknowledged.
         """
-        self.clip()
+        if self.drops_non_finite and self.drop_non_finite():
+            self.grad_squares = math.nan
+        else:
+            self.clip()
         self.optimizer.step()
         acknowledge()
         self.optimizer.zero_grad()
 
     def clip(self) -> None:
-        if self._clip is not None:
-            self._pipeline.clip_grad_norm_(self._clip)
+        """Clip the gradients if that is wanted, and measure their norm."""
+        if self._clip is None:
+            self.grad_squares = self._own_squares()
+        else:
+            norm = self._pipeline.clip_grad_norm_(self._clip).double()
+            self.grad_squares = norm.square() / self._pipeline.num_stages
+
+    def drop_non_finite(self) -> bool:
+        """Remove the gradients on all stages if any is not finite: the step changes nothing."""
+        norm = self._pipeline.norm_over_stages(self._own_squares().sqrt().cpu(), 2.0)
+        if is_dropped := not norm.isfinite():
+            self._pipeline.module.zero_grad()
+        return is_dropped
+
+    def _own_squares(self) -> Tensor:
+        not_counted, parameters = self._pipeline.tied_not_owned, self._pipeline.module.parameters()
+        return squared_norm(
+            [p.grad for p in parameters if p.grad is not None and p not in not_counted]
+        )
 
     def pop_timings(self) -> AverageTimings:
         """Return the timings of averaging since the last call."""
@@ -82,8 +108,7 @@ class GroupSyncStrategy(NoSync):
         self._num_averaged, self._averaged = num_averaged, AverageTimings(0.0, 0.0, 1)
 
     def update(self, acknowledge: Callable[[], None]) -> None:
-        if self._clip is not None:
-            self.sync.average_gradients()  # before clipping; does nothing if models are averaged
+        self.sync.average_gradients()  # before clipping; does nothing if models are averaged
         super().update(acknowledge)
         self.sync.step()
         self._averaged = self.sync.pop_stats()
@@ -131,8 +156,16 @@ class DecoupledStrategy(NoSync):
         self._state_future: Future[dict[str, Any]] | None = None
 
     def clip(self) -> None:
-        if self._clip is not None:
-            self._distributed.clip_grad_norm_(self._clip)
+        if self._clip is None:  # of this worker's shards; each is on one replica only
+            shards = squared_norm(self._distributed.mean_gradients())
+            self.grad_squares = shards * self._distributed.num_replicas
+        else:
+            norm = self._distributed.clip_grad_norm_(self._clip).double()
+            mark = self._distributed.mean_gradients()[0]  # nan if they were not finite: norm is 0
+            self.grad_squares = norm.square() / self._pipeline.num_stages + mark
+
+    def drop_non_finite(self) -> bool:
+        return self._distributed.drop_non_finite()
 
     def pop_timings(self) -> AverageTimings:
         return self._distributed.pop_stats()

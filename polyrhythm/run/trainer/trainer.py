@@ -54,9 +54,9 @@ from polyrhythm.run.trainer.evaluate import BatchDispatcher, evaluate
 from polyrhythm.run.trainer.fit_loop import (
     FitContext,
     FitLoop,
-    StepInfo,
     TrainProgress,
 )
+from polyrhythm.run.trainer.metrics import Callback
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job, machine_name
 from polyrhythm.run.trainer.run_dir import lock_run_dir
@@ -64,6 +64,7 @@ from polyrhythm.run.trainer.sampler import DataSettings
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
+from polyrhythm.sinks.metrics import METRICS, JsonLines, Logger, StepInfo
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.sync.setup import check_sync
@@ -72,14 +73,24 @@ from polyrhythm.types import AUTO, Bytes, Seconds, Worker
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FitResult:
-    """The steps of one `fit` on this worker, and its duration."""
+    """The steps of one `fit`, as this worker's callbacks got them, and its duration."""
 
-    steps: tuple[StepInfo, ...]  # this worker's last 1000; callbacks get all of them
-    # Mean loss of this pipeline's labels in each of its steps, nan without one; on last stages.
-    losses: tuple[float, ...]
+    steps: tuple[StepInfo, ...]  # the last 1000; callbacks get all of them
+    losses: tuple[float, ...]  # StepInfo.loss of every step, nan without one
     seconds: Seconds
+    num_samples: int  # of all pipelines
+    checkpoints: Path | None  # the folder of checkpoints, if there is a run folder
+
+    def __repr__(self) -> str:
+        rate = self.num_samples / max(self.seconds, 1e-9)
+        last = f", loss={self.losses[-1]:.4g}" if self.losses else ""
+        saved = f", checkpoints={str(self.checkpoints)!r}" if self.checkpoints else ""
+        return (
+            f"FitResult({len(self.losses)} steps{last}, {rate:,.4g} samples/s, "
+            f"{self.seconds:.1f} s{saved})"
+        )
 
 
 class Trainer:
@@ -128,7 +139,10 @@ class Trainer:
         device: torch.device | str | None = None,
         run_dir: Path | str | None = None,
         checkpoint: CheckpointConfig = CheckpointConfig(),
-        callbacks: Sequence[Callable[[StepInfo], None]] = (),
+        callbacks: Sequence[Callback | Callable[[StepInfo], object]] = (),
+        on_nan: str = "warn",
+        progress: bool = True,
+        loggers: Sequence[Logger] = (),
         timeout: Seconds = DEFAULT_TIMEOUT,
     ) -> None:
         """`model` is the whole model, or a function that builds it; the same in every process.
@@ -147,9 +161,11 @@ class Trainer:
         a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
         overlapping groups if that is predicted to save a quarter of each step.
 
-        `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` are
-        called after every step of this worker. `timeout` bounds every wait for another process;
-        rank 0 may take 30 times as long to make a plan.
+        `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` get the
+        StepInfo of every step, on all workers, and may return `STOP`. If a loss or gradients are
+        not finite, `on_nan` warns, skips the update of that step, or stops with an error. The first
+        process shows `progress`, and passes metrics to `loggers`. `timeout` bounds every wait for
+        another process; rank 0 may take 30 times as long to make a plan.
         """
         arguments = locals()  # nothing else yet
         if not isinstance(sync, SyncConfig):
@@ -173,10 +189,7 @@ class Trainer:
         store, members = membership.job_store("training"), membership.members
         store.check_consistent("settings", config.must_match(order), members)
         self._check_sync(store)
-        self._lock = self._log = None
-        if config.run_dir is not None:
-            self._lock = lock_run_dir(config.run_dir, store, members)
-            self._log = EventLog(worker_log(config.run_dir, self.worker), self.worker)
+        self._open_files(store)
         device = membership.device(config.device)
         # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
         self.device_mesh = membership.device_mesh(device.type)
@@ -205,7 +218,9 @@ class Trainer:
             samples=self._samples,
             log=self._log,
             checkpointer=self._checkpointer,
+            loggers=self._make_loggers(),
             preemption=self._preemption,
+            metric_store=membership.job_store("metrics"),
             machines=self._gather_machines(store),
         )
         self._progress = TrainProgress(optimizer=self._context.new_optimizer())
@@ -250,6 +265,7 @@ class Trainer:
             )
         name = f"{self._membership.name}/fit {self._num_fits}"
         fit_loop = FitLoop(name, self._context, self._progress, max_steps)
+        num_used = self._progress.sampler_state.num_used
         if max_steps > self.global_step:
             self._begin_run("fit()", overwrite=overwrite)
             self._record_run(max_steps - self.global_step)
@@ -259,7 +275,11 @@ class Trainer:
             self._exit_preempted()
         seconds = time.perf_counter() - start
         return FitResult(
-            steps=tuple(fit_loop.steps), losses=tuple(fit_loop.losses), seconds=seconds
+            steps=tuple(fit_loop.steps),
+            losses=tuple(fit_loop.losses),
+            seconds=seconds,
+            num_samples=self._progress.sampler_state.num_used - num_used,
+            checkpoints=None if self._checkpointer is None else self._checkpointer.folder,
         )
 
     def evaluate(self, dataset: Dataset[Any]) -> float:
@@ -341,6 +361,7 @@ class Trainer:
         atexit.unregister(self._at_exit)
         self._preemption.close()
         self._samples.close()
+        self._close_metrics()
         self.pipeline.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
@@ -361,6 +382,7 @@ class Trainer:
             atexit.unregister(self._at_exit)
             self._preemption.close()
             self._samples.close()
+            self._close_metrics()
             self.pipeline.__exit__(kind, error, trace)
             self._close_files()
             self._membership.abandon()
@@ -430,6 +452,27 @@ class Trainer:
                 )
         self._global_batch = batch
         self._context = replace(self._context, global_batch=batch)
+
+    def _open_files(self, store: JobStore) -> None:
+        """Lock the run folder, if there is one, and open this worker's event log in it."""
+        run_dir, self._lock, self._log = self._config.run_dir, None, None
+        if run_dir is not None:
+            self._lock = lock_run_dir(run_dir, store, self._membership.members)
+            self._log = EventLog(worker_log(run_dir, self.worker), self.worker)
+
+    def _make_loggers(self) -> list[Logger]:
+        """Return the loggers of the leader; a run folder has metrics.jsonl, too."""
+        if self.worker != LEADER:
+            return []
+        run_dir = self._config.run_dir
+        own = [] if run_dir is None else [JsonLines(run_dir / METRICS)]
+        return [*own, *self._config.loggers]
+
+    def _close_metrics(self) -> None:
+        for gather in self._context.metric_gathers.values():
+            gather.close()
+        for logger in self._context.loggers:
+            logger.close()
 
     def _close_files(self) -> None:
         if self._log is not None:

@@ -1,0 +1,378 @@
+"""Global metrics of each step, gathered while the next step computes; and the callbacks.
+
+Each worker has a few numbers of its own. In lockstep all workers gather them; in groups, where
+pipelines run different steps, the stages of a pipeline do. The gather starts at the end of a step
+and is waited for at the end of the next one, so no step waits for it; a GPU has computed the
+numbers by then, so the host does not wait for the GPU either. In groups, first stages publish the
+metrics of their pipelines in the job's store, where the leader reads them for its progress line.
+"""
+
+import math
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from polyrhythm.errors import PeerError, UserError, peer_errors
+from polyrhythm.run.comm.comm_thread import CommThread, Work
+from polyrhythm.run.comm.process_groups import all_gather, new_gloo_group
+from polyrhythm.run.comm.store import JobStore, Members
+from polyrhythm.run.pipeline.batch import Microbatch
+from polyrhythm.run.pipeline.loss import Count, as_count
+from polyrhythm.sinks.metrics import PipelineStep, StepInfo, WorkerStep
+from polyrhythm.types import Bytes, Seconds
+
+_WHAT = "the metrics of a step"
+_MEMORY_INTERVAL: Seconds = 0.5  # reading the peak of a GPU takes 0.1 ms
+_PUBLISH_INTERVAL: Seconds = 0.5
+_CLOSE_TIMEOUT: Seconds = 5.0
+
+
+class _Stop:
+    def __repr__(self) -> str:
+        return "STOP"
+
+
+STOP: Final = _Stop()  # a callback returns it to end training on all workers
+
+
+class Callback:
+    """What a Trainer calls during `fit`; a subclass, or any object with some of these methods.
+
+    Each may return `STOP`: then training ends on all workers after the same step, at most two steps
+    later. It is enough if one worker's callback does.
+    """
+
+    def on_step(self, info: StepInfo) -> object:
+        """Called for each step, on every worker."""
+
+    def on_eval(self, step: int, values: Mapping[str, float]) -> object:
+        """Called after each evaluation during `fit`, on every worker."""
+
+    def on_checkpoint(self, step: int, path: Path) -> object:
+        """Called for each checkpoint that is saved, on every worker."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def call_hooks(callbacks: Iterable[Any], hook: str, *args: Any) -> bool:
+    """Call a hook of all callbacks; a plain function is an `on_step`. Return whether to stop."""
+    wants_stop = False
+    for callback in callbacks:
+        is_function = not any(hasattr(callback, name) for name in HOOKS)
+        method = getattr(callback, hook, callback if is_function and hook == "on_step" else None)
+        wants_stop |= method is not None and method(*args) is STOP
+    return wants_stop
+
+
+def count_tokens(microbatches: Iterable[Microbatch]) -> int | None:
+    """Return the elements of `input_ids`, or of the first input of tokens; None without one."""
+    count = 0
+    for each in microbatches:
+        inputs = (each.kwargs.get("input_ids"), *each.args, *each.kwargs.values())
+        tokens = next((value for value in inputs if _is_tokens(value)), None)
+        if tokens is None:
+            return None
+        count += tokens.numel()
+    return count
+
+
+def _is_tokens(value: object) -> bool:
+    integers = torch.int64, torch.int32
+    return isinstance(value, Tensor) and value.dtype in integers and value.dim() == 2
+
+
+class PeakMemory:
+    """The most memory that this worker has used; read now and then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._value, self._next_read = device, 0, 0.0
+
+    def read(self) -> Bytes:
+        if time.monotonic() >= self._next_read:
+            self._next_read = time.monotonic() + _MEMORY_INTERVAL
+            if self._device.type == "cuda":
+                self._value = torch.cuda.max_memory_allocated(self._device)
+            else:
+                self._value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return self._value
+
+
+class HostCopy:
+    """Numbers that a GPU may still compute: they are copied without waiting, and read later."""
+
+    def __init__(self, values: Sequence[Count]) -> None:
+        self._values = list(values)
+        on_device = [value for value in values if isinstance(value, Tensor)]
+        self._copied, self._event = None, None
+        if on_device:
+            self._copied = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        if self._copied is None or self._event is None:
+            return [float(value) for value in self._values]
+        self._event.synchronize()
+        copied = iter(self._copied.tolist())
+        return [next(copied) if isinstance(v, Tensor) else v for v in self._values]
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """The numbers of one worker in one step; all workers have the same fields."""
+
+    step: float
+    stage: float
+    pipeline: float
+    num_samples: float
+    num_tokens: float  # nan without tokens, and except on first stages
+    seconds: Seconds
+    waited: Seconds
+    peak_memory: float
+    wants_stop: float = 0.0
+    loss: float = 0.0  # the mean over `num_labels`, which is 0 except on last stages
+    num_labels: float = 0.0
+    grad_squares: float = 0.0
+    learning_rate: float = 0.0
+
+
+_FIELDS = tuple(field.name for field in fields(Measured))
+
+
+class MeasuredStep:
+    """One step of this worker; a GPU may still compute some of its numbers."""
+
+    def __init__(
+        self,
+        measured: Measured,
+        end: Seconds,
+        losses: Sequence[Tensor],
+        counts: Sequence[Count],
+        grad_squares: Tensor | float,
+        learning_rate: Tensor | float,
+    ) -> None:
+        self.measured, self._end, self._num_losses = measured, end, len(losses)
+        values = (*losses, *(counts if losses else ()), grad_squares, learning_rate)
+        self._numbers: HostCopy | None = HostCopy([as_count(value) for value in values])
+
+    def read(self) -> Measured:
+        """Wait for the numbers and return them."""
+        if self._numbers is not None:
+            *numbers, squares, rate = self._numbers.read()
+            found = list(zip(numbers[: self._num_losses], numbers[self._num_losses :], strict=True))
+            total = sum(count for _, count in found)
+            self.measured.num_labels = total
+            if total:
+                self.measured.loss = sum(mean * n for mean, n in found if n) / total
+            self.measured.grad_squares, self.measured.learning_rate = squares, rate
+            self._numbers = None
+        return self.measured
+
+    def own(self) -> WorkerStep:
+        found = self.read()
+        return WorkerStep(
+            num_samples=int(found.num_samples),
+            loss=found.loss if found.num_labels else None,
+            num_labels=found.num_labels,
+            seconds=found.seconds,
+            end=self._end,
+            peak_memory=int(found.peak_memory),
+        )
+
+
+class MetricGather:
+    """Gathers the numbers of some workers in the background; made by all of them together."""
+
+    def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
+        self._group = new_gloo_group(ranks, _WHAT, timeout=timeout)
+        self._thread, self._timeout = CommThread([self._group], timeout=timeout), timeout
+
+    def start(self, step: MeasuredStep) -> Work:
+        return self._thread.start(lambda: self._gather(step))
+
+    def wait(self, work: Work) -> list[Measured]:
+        """Return the numbers of all workers; raises PeerError."""
+        try:
+            found: list[Measured] = work.future.result(self._timeout)
+        except TimeoutError:
+            cause = "it is alive, but has not ended its step"
+            raise PeerError(
+                "another worker", action=f"gathering {_WHAT}", waited=self._timeout, cause=cause
+            ) from None
+        return found
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _gather(self, step: MeasuredStep) -> list[Measured]:
+        found = step.read()
+        own = torch.tensor([getattr(found, name) for name in _FIELDS], dtype=torch.float64)
+        with peer_errors("another worker", f"gathering {_WHAT}"):
+            gathered = all_gather(self._group, own)
+        return [Measured(**dict(zip(_FIELDS, row.tolist(), strict=True))) for row in gathered]
+
+
+class StepMetrics:
+    """The metrics of one worker's steps in one phase: `start` after a step, `finish` one later."""
+
+    def __init__(self, gather: MetricGather | None, *, is_late: bool) -> None:
+        """`gather`: of the workers in lockstep, None for one. `is_late`: `finish` would wait."""
+        self._gather, self.is_late, self.is_gathered = gather, is_late, gather is not None
+        self._step: MeasuredStep | None = None
+        self._work: Work | None = None
+        self.is_stop_wanted = False  # by a callback of any worker in lockstep
+
+    def start(self, step: MeasuredStep) -> None:
+        self._step = step
+        if self._gather is not None:
+            self._work = self._gather.start(step)
+
+    def finish(self) -> StepInfo | None:
+        """Return the metrics of the step that was started last; None if there is none."""
+        step, self._step = self._step, None
+        if step is None:
+            return None
+        found = [step.read()]
+        if self._gather is not None:
+            assert self._work is not None, "started with the step"
+            found = self._gather.wait(self._work)
+        self.is_stop_wanted |= any(each.wants_stop for each in found)
+        return summarize(found, step.own())
+
+
+def summarize(workers: Sequence[Measured], own: WorkerStep) -> StepInfo:
+    """Combine the numbers of all stages of some pipelines."""
+    steps = {each.step for each in workers}
+    assert len(steps) == 1, f"workers in lockstep gather the steps {sorted(steps)}"
+    by_pipeline: dict[float, list[Measured]] = {}
+    for each in workers:
+        by_pipeline.setdefault(each.pipeline, []).append(each)
+    pipelines = tuple(_pipeline_step(stages) for stages in by_pipeline.values())
+    first_stages = [each for each in workers if each.stage == 0]
+    num_tokens = sum(each.num_tokens for each in first_stages)
+    return StepInfo(
+        step=int(workers[0].step),
+        **_mean_loss(pipelines),
+        num_samples=sum(each.num_samples for each in pipelines),
+        num_tokens=None if math.isnan(num_tokens) else int(num_tokens),
+        learning_rate=workers[0].learning_rate,
+        grad_norm=math.sqrt(sum(each.grad_squares for each in workers) / len(pipelines)),
+        seconds=max(each.seconds for each in pipelines),
+        peak_memory=int(max(each.peak_memory for each in workers)),
+        pipelines=pipelines,
+        own=own,
+    )
+
+
+def _pipeline_step(stages: Sequence[Measured]) -> PipelineStep:
+    first = min(stages, key=lambda each: each.stage)
+    last = max(stages, key=lambda each: each.stage)
+    return PipelineStep(
+        pipeline=int(first.pipeline),
+        num_samples=int(first.num_samples),
+        loss=last.loss if last.num_labels else None,
+        num_labels=last.num_labels,
+        seconds=first.seconds,
+        waited=first.waited,
+    )
+
+
+def _mean_loss(pipelines: Sequence[PipelineStep]) -> dict[str, Any]:
+    labelled = [each for each in pipelines if each.loss is not None]
+    total = sum(each.num_labels for each in labelled)
+    if len(labelled) == 1:
+        return {"loss": labelled[0].loss, "num_labels": total}
+    mean = sum((each.loss or 0.0) * each.num_labels for each in labelled)
+    return {"loss": mean / total if labelled else None, "num_labels": total}
+
+
+def combine(latest: Sequence[StepInfo]) -> StepInfo:
+    """Combine the latest metrics of single pipelines in groups; the first is this worker's."""
+    pipelines = tuple(each for info in latest for each in info.pipelines)
+    num_tokens = [info.num_tokens for info in latest if info.num_tokens is not None]
+    return replace(
+        latest[0],
+        step=max(info.step for info in latest),
+        **_mean_loss(pipelines),
+        num_samples=sum(info.num_samples for info in latest),
+        num_tokens=sum(num_tokens) if len(num_tokens) == len(latest) else None,
+        grad_norm=math.sqrt(sum(info.grad_norm**2 for info in latest) / len(latest)),
+        seconds=max(info.seconds for info in latest),
+        peak_memory=max(info.peak_memory for info in latest),
+        pipelines=pipelines,
+    )
+
+
+class GroupMetrics:
+    """In groups, on first stages: publishes the metrics of this pipeline twice a second.
+
+    The leader reads those of the others, and whether one of them wants to stop.
+    """
+
+    def __init__(self, name: str, store: JobStore, first_stages: Members) -> None:
+        """`store`: of this object alone; its thread uses it."""
+        self._name, self._store, self._first_stages = name, store, first_stages
+        self._is_leader = store.rank == first_stages.leader
+        self._latest: StepInfo | None = None
+        self._others: dict[int, StepInfo] = {}  # by rank, on the leader
+        self.why_stop = ""  # a pipeline wants to stop
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._exchange, name="metrics", daemon=True)
+        self._thread.start()
+
+    def update(self, info: StepInfo) -> None:
+        self._latest = info
+
+    def request_stop(self, why: str) -> None:
+        self.why_stop = self.why_stop or why
+
+    def combined(self, lost: Iterable[int]) -> StepInfo | None:
+        """On the leader: the latest metrics of all pipelines, without the lost ones."""
+        gone = set(lost)
+        found = [info for info in (self._latest, *self._others.values()) if info is not None]
+        left = [info for info in found if info.pipelines[0].pipeline not in gone]
+        return combine(left) if left else None
+
+    def stop(self) -> None:
+        """End the thread; all call it before `delete`."""
+        self._closing.set()
+        self._thread.join(_CLOSE_TIMEOUT)
+
+    def delete(self) -> None:
+        """Delete what this worker has published, which nobody reads any more."""
+        with peer_errors("the job's store", f"deleting {_WHAT}"):
+            self._store.delete(self._name, self._first_stages)
+
+    def _exchange(self) -> None:
+        published, has_announced, stop_name = None, False, f"{self._name}, stop"
+        try:
+            while not self._closing.wait(_PUBLISH_INTERVAL):
+                info = self._latest
+                if info is not None and info is not published and not self._is_leader:
+                    self._publish(info)
+                    published = info
+                if self.why_stop and not has_announced:
+                    self._store.set_once(stop_name, self.why_stop, self._first_stages)
+                    has_announced = True
+                if self._is_leader:
+                    self._read_others()
+                    self.request_stop(self._store.peek(stop_name, self._first_stages) or "")
+        except (RuntimeError, UserError):  # the store is lost: training fails by itself
+            pass
+
+    def _publish(self, info: StepInfo) -> None:
+        self._store.publish(self._name, info, self._first_stages, as_type=StepInfo)
+
+    def _read_others(self) -> None:
+        for rank in self._first_stages.ranks[1:]:
+            if self._store.is_published(self._name, rank, self._first_stages):
+                read: Callable[..., StepInfo] = self._store.receive
+                self._others[rank] = read(self._name, rank, self._first_stages, as_type=StepInfo)

@@ -1,0 +1,297 @@
+"""Metrics of each step: the same on every worker, equal to those of one process; and callbacks."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import TensorDataset
+
+from polyrhythm.errors import LaunchError, TrainingError
+from polyrhythm.run.checkpoint.folder import list_steps
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.config import CheckpointConfig
+from polyrhythm.run.trainer.metrics import STOP, Callback
+from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sinks.metrics import StepInfo
+from tests.gloo.trainer_jobs import BATCH, plan_of, run_job, trainer
+
+STEPS = 5
+
+
+class Metrics(Callback):
+    """Collects every StepInfo."""
+
+    def __init__(self) -> None:
+        self.seen: list[StepInfo] = []
+
+    def on_step(self, info: StepInfo) -> None:
+        self.seen.append(info)
+
+
+def fit(folder: Path, num_stages: int, num_pipelines: int, **options: Any) -> list[Any]:
+    """Return the metrics of each rank, as dicts."""
+
+    def work(ctx: DistContext | None) -> Any:
+        metrics = Metrics()
+        with trainer(plan_of(num_stages, num_pipelines), callbacks=[metrics], **options) as made:
+            fitted = made.fit(max_steps=STEPS)
+        assert fitted.steps == tuple(metrics.seen)
+        assert list(fitted.losses) == [info.loss for info in metrics.seen]
+        assert fitted.num_samples == STEPS * BATCH
+        return [asdict(info) for info in metrics.seen]
+
+    return run_job(num_stages * num_pipelines, work, folder)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, Any]:
+    """The metrics of one process, with and without clipping."""
+    folder = tmp_path_factory.mktemp("one")
+    return {clip: fit(folder, 1, 1, clip_grad_norm=clip)[0] for clip in (None, 0.5)}
+
+
+CASES = [
+    (2, 2, "decoupled", None),
+    (2, 2, "decoupled", 0.5),
+    (1, 2, "decoupled", None),
+    (2, 2, "all_reduce", None),
+    (1, 2, "balanced", 0.5),
+]
+
+
+@pytest.mark.parametrize(("num_stages", "num_pipelines", "sync", "clip"), CASES)
+def test_metrics_are_global_and_equal_on_all_workers(
+    tmp_path: Path,
+    expected: dict[float | None, Any],
+    num_stages: int,
+    num_pipelines: int,
+    sync: str,
+    clip: float | None,
+) -> None:
+    found = fit(tmp_path, num_stages, num_pipelines, sync=sync, clip_grad_norm=clip)
+    for seen in found:
+        for info, first, alone in zip(seen, found[0], expected[clip], strict=True):
+            for name in ("step", "num_samples", "num_labels", "num_tokens", "learning_rate"):
+                assert info[name] == alone[name]
+            for name in ("loss", "grad_norm"):
+                assert info[name] == pytest.approx(alone[name], rel=1e-4)
+            assert {**info, "own": None} == {**first, "own": None}
+            assert [each["pipeline"] for each in info["pipelines"]] == list(range(num_pipelines))
+            assert sum(each["num_samples"] for each in info["pipelines"]) == BATCH
+            assert 0 < info["own"]["peak_memory"] <= info["peak_memory"]
+    last = [seen for rank, seen in enumerate(found) if rank % num_stages == num_stages - 1]
+    for step, info in enumerate(found[0]):
+        own = [(seen[step]["own"]["loss"], seen[step]["own"]["num_labels"]) for seen in last]
+        assert own == [(each["loss"], each["num_labels"]) for each in info["pipelines"]]
+
+
+def test_tokens_are_counted_and_shown_for_integer_inputs(tmp_path: Path) -> None:
+    tokens = torch.arange(48).reshape(12, 4) % 8
+    options: Any = {"batch_size": 6, "microbatch_size": 3, "progress": False}
+    with Trainer(
+        lambda: nn.Sequential(nn.Embedding(8, 8)),
+        lambda logits, target: cross_entropy(logits.flatten(0, 1), target.flatten()),
+        partial(torch.optim.SGD, lr=0.1),
+        TensorDataset(tokens, tokens),
+        **options,
+    ) as made:
+        [info] = made.fit(max_steps=1).steps
+    assert (info.num_tokens, info.num_labels, info.num_samples) == (24, 24, 6)
+    assert info.tokens_per_second == pytest.approx(4 * info.samples_per_second)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_pipelines", "sync", "num_late"),
+    [(1, 1, "decoupled", 0), (2, 2, "decoupled", 2), (1, 2, "age", None)],
+)
+def test_a_callback_of_one_worker_stops_all_after_the_same_step(
+    tmp_path: Path, num_stages: int, num_pipelines: int, sync: str, num_late: int | None
+) -> None:
+    plan, stop_after = plan_of(num_stages, num_pipelines), 3
+    last_rank, max_steps = plan.num_workers - 1, 100_000
+
+    def stop(info: StepInfo) -> object:
+        return STOP if info.step >= stop_after else None
+
+    def work(ctx: DistContext | None) -> Any:
+        callbacks = [stop] if ctx is None or ctx.rank == last_rank else []
+        checkpoint = CheckpointConfig(every=max_steps)
+        options: Any = {"run_dir": tmp_path / "run", "checkpoint": checkpoint, "sync": sync}
+        with trainer(plan, callbacks=callbacks, **options) as made:
+            made.fit(max_steps=max_steps)
+            return made.global_step
+
+    steps = run_job(plan.num_workers, work, tmp_path / "job")
+    assert len(set(steps)) == 1
+    assert stop_after < steps[0] < max_steps
+    if num_late is not None:
+        assert steps[0] == stop_after + 1 + num_late
+    assert list(list_steps(tmp_path / "run" / "checkpoints")) == steps[:1]
+
+
+def poisoned_loss(output: Tensor, target: Tensor) -> Tensor:
+    """A loss of nan in one micro-batch of step 2."""
+    poisoned_loss.calls += 1  # type: ignore[attr-defined]
+    loss = mse_loss(output, target)
+    return loss * math.nan if poisoned_loss.calls == poisoned_loss.bad else loss  # type: ignore[attr-defined]
+
+
+def fit_with_nan(
+    folder: Path, num_stages: int, num_pipelines: int, *, steps: int = STEPS, **options: Any
+) -> list[Any]:
+    """Train with a nan in step 2 of the last pipeline; return by rank errors, weights and norms."""
+    plan = plan_of(num_stages, num_pipelines)
+    num_microbatches = BATCH // 2 // num_pipelines
+
+    def work(ctx: DistContext | None) -> Any:
+        is_last = ctx is None or ctx.rank == plan.num_workers - 1
+        bad = 2 * num_microbatches + 1 if is_last else -1
+        poisoned_loss.calls, poisoned_loss.bad = 0, bad  # type: ignore[attr-defined]
+
+        def wait_for_save(info: StepInfo) -> None:  # or the next one is skipped
+            if made._checkpointer is not None and made._checkpointer.checkpoints is not None:
+                made._checkpointer.checkpoints.wait(60)
+
+        options.update(loss_fn=poisoned_loss, lr_scheduler_fn=None, callbacks=[wait_for_save])
+        made, error, seen = trainer(plan, **options), "", ()
+        try:
+            seen = made.fit(max_steps=steps).steps
+        except TrainingError as caught:
+            error = str(caught)
+            made.__exit__(TrainingError, caught, None)
+        else:
+            made.close()
+        finite = all(p.isfinite().all() for p in made.model.parameters())
+        return error, bool(finite), [info.grad_norm for info in seen], made.global_step
+
+    return run_job(plan.num_workers, work, folder)
+
+
+NAN_CASES = [
+    (1, 1, "decoupled", None),
+    (2, 2, "decoupled", 0.5),
+    (1, 2, "decoupled", None),
+    (2, 2, "all_reduce", None),
+    (1, 2, "balanced", 0.5),
+    (2, 2, "adaptive", None),
+]
+
+
+@pytest.mark.parametrize(("num_stages", "num_pipelines", "sync", "clip"), NAN_CASES)
+def test_a_step_that_is_not_finite_is_skipped_by_all(
+    tmp_path: Path, num_stages: int, num_pipelines: int, sync: str, clip: float | None
+) -> None:
+    shape = num_stages, num_pipelines
+    found = fit_with_nan(tmp_path, *shape, sync=sync, clip_grad_norm=clip, on_nan="skip")
+    assert all(finite and not error for error, finite, _, _ in found)
+    if sync != "adaptive":  # there a pipeline has steps of its own
+        for _, _, norms, _ in found:
+            assert [math.isfinite(norm) for norm in norms] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_pipelines", "sync"),
+    [(1, 1, "decoupled"), (2, 2, "decoupled"), (1, 2, "age")],
+)
+def test_a_loss_that_is_not_finite_stops_all_with_one_error(
+    tmp_path: Path, num_stages: int, num_pipelines: int, sync: str
+) -> None:
+    run = tmp_path / "run"
+    options: Any = {"sync": sync, "steps": 1000}
+    if sync != "age":
+        options |= {"run_dir": run, "checkpoint": CheckpointConfig(every=2)}
+    found = fit_with_nan(tmp_path / "job", num_stages, num_pipelines, on_nan="stop", **options)
+    assert len({error for error, *_ in found}) == 1
+    step = r"\d+" if sync == "age" else "2"
+    wrong = rf"step {step}: the loss of pipeline {num_pipelines - 1} is nan\n"
+    assert re.match(wrong, found[0][0]), found[0][0]
+    assert len({step for *_, step in found}) == 1
+    if sync != "age":
+        assert 2 in list_steps(run / "checkpoints")
+
+
+def test_skipping_changes_no_weight_and_no_momentum() -> None:
+    """As if the step had not been: decay and momentum are not applied either."""
+
+    def weights(bad: int) -> dict[str, Tensor]:
+        poisoned_loss.calls, poisoned_loss.bad = 0, bad  # type: ignore[attr-defined]
+        options: Any = {"loss_fn": poisoned_loss, "lr_scheduler_fn": None, "on_nan": "skip"}
+        with trainer(plan_of(1, 1), **options) as made:
+            made.fit(max_steps=2)
+            before = {k: v.clone() for k, v in made.model.state_dict().items()}
+            made.fit(max_steps=3)
+            after = made.model.state_dict()
+        return {name: after[name] - before[name] for name in before}
+
+    assert all(not change.any() for change in weights(2 * BATCH // 2 + 1).values())
+    assert any(change.any() for change in weights(-1).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"on_nan": "ignore"}, "on_nan='ignore'"),
+        ({"progress": 1}, "progress=1"),
+        ({"loggers": [print]}, "loggers="),
+        ({"callbacks": [Callback]}, "callbacks="),
+        ({"callbacks": [object()]}, "callbacks="),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(wrong)):
+        trainer(plan_of(1, 1), **options)
+
+
+def test_a_fit_result_is_short(tmp_path: Path) -> None:
+    with trainer(plan_of(1, 1), run_dir=tmp_path) as made:
+        text = repr(made.fit(max_steps=2))
+    assert re.fullmatch(
+        rf"FitResult\(2 steps, loss=[\d.]+, [\d,.]+ samples/s, \d\.\d s, "
+        rf"checkpoints='{tmp_path}/checkpoints'\)",
+        text,
+    )
+
+
+class ListLogger:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.is_closed = False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(values)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("sync", ["decoupled", "age"])
+def test_loggers_of_the_leader_and_the_run_folder_get_every_step(tmp_path: Path, sync: str) -> None:
+    run, num_stages = tmp_path / "run", 2
+
+    def work(ctx: DistContext | None) -> Any:
+        logger = ListLogger()
+        for max_steps in (3, STEPS):
+            with trainer(plan_of(num_stages, 2), sync=sync, run_dir=run, loggers=[logger]) as made:
+                made.restore()
+                made.fit(max_steps=max_steps)
+                made.save()
+        assert logger.is_closed == (ctx is not None and ctx.rank == 0)
+        return logger.rows
+
+    first, *others = run_job(2 * num_stages, work, tmp_path / "job")
+    assert not any(others)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row.pop("step"), row) for row in rows] == first
+    if sync == "decoupled":
+        assert [step for step, _ in first] == list(range(STEPS))
+    names = {"loss", "grad_norm", "learning_rate", "samples_per_second", "peak_memory"}
+    assert all(names <= values.keys() for _, values in first)
