@@ -10,7 +10,6 @@ import importlib.util
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,9 +22,10 @@ from polyrhythm.types import Bytes, Seconds
 
 METRICS = "metrics.jsonl"  # in the run folder
 
+# Structs, not dataclasses: several are made in each step, and that is five times as fast.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineStep:
+
+class PipelineStep(msgspec.Struct, frozen=True, kw_only=True):
     """The share of one pipeline in a step."""
 
     pipeline: int
@@ -41,8 +41,7 @@ class PipelineStep:
         return self.num_samples / max(self.seconds - self.waited, 1e-9)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStep:
+class WorkerStep(msgspec.Struct, frozen=True, kw_only=True):
     """What this worker knows of its own step."""
 
     num_samples: int  # of its pipeline
@@ -53,8 +52,7 @@ class WorkerStep:
     peak_memory: Bytes  # allocated on its GPU; on a CPU, of the process
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
+class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of a global step, as passed to callbacks: on all workers the same, except `own`.
 
     In lockstep (`decoupled`, `all_reduce`, `balanced`, `static`) they cover all pipelines and are

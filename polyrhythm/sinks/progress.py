@@ -25,7 +25,7 @@ from polyrhythm.types import Seconds, Worker
 
 WINDOW = 20  # steps over which the rate is counted
 _MAX_UPDATES = 200  # per bar: drawing takes longer than simulating a worker's step
-_DRAW_INTERVAL: Seconds = 0.25  # in a terminal
+_DRAW_INTERVAL: Seconds = 0.5  # in a terminal; drawing takes a millisecond
 _LINE_INTERVAL: Seconds = 5.0  # elsewhere
 _MAX_SPEEDS = 4  # pipelines that are named; of more, the slowest and the fastest
 
@@ -48,7 +48,8 @@ class FitProgress:
         self._interval = _LINE_INTERVAL
         if console.is_terminal and not console.is_dumb_terminal:
             self._interval = _DRAW_INTERVAL
-            self._live = Live(console=console, auto_refresh=False)
+            is_shown = sys.stdout is not None and sys.stdout.isatty()  # it may go to a file
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=is_shown)
             streams = sys.stdout, sys.stderr
             self._live.start()
             self._redirect_log(*streams)

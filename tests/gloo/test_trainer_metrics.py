@@ -4,11 +4,11 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def fit(folder: Path, num_stages: int, num_pipelines: int, **options: Any) -> li
         assert fitted.steps == tuple(metrics.seen)
         assert list(fitted.losses) == [info.loss for info in metrics.seen]
         assert fitted.num_samples == STEPS * BATCH
-        return [asdict(info) for info in metrics.seen]
+        return msgspec.to_builtins(metrics.seen)
 
     return run_job(num_stages * num_pipelines, work, folder)
 
@@ -195,7 +195,8 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(
     assert all(finite and not error for error, finite, _, _ in found)
     if sync != "adaptive":  # there a pipeline has steps of its own
         for _, _, norms, _ in found:
-            assert [math.isfinite(norm) for norm in norms] == [True, True, False, True, True]
+            assert len(norms) == STEPS
+            assert sum(not math.isfinite(norm) for norm in norms) == 1
 
 
 @pytest.mark.parametrize(

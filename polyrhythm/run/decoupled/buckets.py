@@ -75,6 +75,7 @@ class Bucket:
                 self._addresses[index] = view.data_ptr()
                 offset += parameter.numel()
         self.shards = list(self._make_shards())
+        self.owned_gradients = self.gradients[self._owned]  # of all shards, in one piece
 
     @property
     def is_full(self) -> bool:

@@ -263,18 +263,28 @@ class DistributedOptimizer(Optimizer):
             shard.gradient.mul_(factor)
         return total.to(self._parameters[0].device)
 
-    def mean_gradients(self) -> list[Tensor]:
-        """Return this worker's shards of them, after backward; with nan if any is not finite.
+    def gradient_squares(self) -> Tensor | float:
+        """Return the sum of squares of this worker's shards of the mean gradients, after backward.
 
-        Of a parameter that several stages hold, the stage that owns it returns the shard.
+        nan if a gradient of any replica is not finite. A parameter that several stages hold counts
+        on the stage that owns it.
         """
         self._gradient_sync.check_has_gradients(_GRADIENTS)
         self._gradient_sync.finish()
-        not_owned = set() if self._stage is None else self._stage.tied_not_owned
+        not_owned, tensors = set() if self._stage is None else self._stage.tied_not_owned, []
+        for bucket in self._gradient_sync.buckets:
+            used = [s for s in bucket.shards if s.parameter.grad is not None]
+            shards = [s.gradient for s in used if self._parameters[s.index] not in not_owned]
+            is_whole = shards and len(shards) == len(bucket.shards)
+            tensors += [bucket.owned_gradients] if is_whole else shards  # fewer and larger ones
+        return squared_norm(tensors) + self.non_finite_mark
+
+    @property
+    def non_finite_mark(self) -> Tensor | float:
+        """0 after backward, or nan if a gradient of any replica is not finite."""
         mark = self._gradient_sync.found_inf.grad
         assert mark is not None, "it is set when the gradients are averaged"
-        shards = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
-        return [mark, *(s.gradient for s in shards if self._parameters[s.index] not in not_owned)]
+        return mark.item() if mark.is_cpu else mark.double().squeeze()
 
     def drop_non_finite(self) -> bool:
         """Without finite gradients on all stages and replicas, let `step` change no weight.
@@ -282,7 +292,7 @@ class DistributedOptimizer(Optimizer):
         Return whether the gradients are dropped; all workers call it, between backward and step.
         With NCCL it waits for the GPU.
         """
-        squares = squared_norm(self.mean_gradients()).item()
+        squares = float(self.gradient_squares())
         total = torch.tensor(sum(self._replicas.all_gather_number(squares, _GRADIENTS)))
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.sqrt(), 2.0)
@@ -544,16 +554,20 @@ def _norm_of(
     )
 
 
-def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of all tensors, on their device, without waiting for it."""
-    parts = [torch.zeros((), dtype=torch.float64)]
+def squared_norm(tensors: Sequence[Tensor]) -> Tensor | float:
+    """Return the sum of squares of all tensors; on a GPU as a tensor, without waiting for it."""
+    squares: Tensor | float = 0.0
     for is_half in (False, True):
         some = [t for t in tensors if (t.dtype in HALF_PRECISION) is is_half]
         if some:
             norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
-            whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-            parts.append(torch.stack(whole).double().square().sum())
-    return sum(parts[1:], parts[0].to(parts[-1].device))
+            norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
+            if norms[0].is_cpu:  # a number costs less than an operation on tensors
+                numbers = [norm.item() for norm in norms]
+                squares += sum([number * number for number in numbers])  # ** raises if too large
+            else:
+                squares += torch.stack(norms).double().square().sum()
+    return squares
 
 
 def _check_initialized() -> None:

@@ -583,9 +583,10 @@ class Phase:
             self._progress.step = max(before, batch_slice.step + 1)
         seconds = time.perf_counter() - start
         waited = self._time_step(seconds) if pipeline.is_first else 0.0
+        end = time.monotonic()
         step = MeasuredStep(
-            self._measured(batch_slice, seconds, waited),
-            time.monotonic(),
+            self._measured(batch_slice, seconds, waited, end),
+            end,
             losses,
             pipeline.loss_counts,
             self.strategy.grad_squares,
@@ -595,7 +596,9 @@ class Phase:
         self._report(step, start, seconds)
         return True
 
-    def _measured(self, batch_slice: BatchSlice, seconds: Seconds, waited: Seconds) -> Measured:
+    def _measured(
+        self, batch_slice: BatchSlice, seconds: Seconds, waited: Seconds, now: Seconds
+    ) -> Measured:
         worker = self._context.worker
         return Measured(
             step=batch_slice.step,
@@ -605,7 +608,7 @@ class Phase:
             num_tokens=math.nan if self._num_tokens is None else self._num_tokens,
             seconds=seconds,
             waited=waited,
-            peak_memory=self._fit.peak_memory.read(),
+            peak_memory=self._fit.peak_memory.read(now),
         )
 
     def _report(self, step: MeasuredStep, start: Seconds, seconds: Seconds) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -58,12 +59,12 @@ class NoSync:
 
     def drop_non_finite(self) -> bool:
         """Remove the gradients on all stages if any is not finite: the step changes nothing."""
-        norm = self._pipeline.norm_over_stages(self._own_squares().sqrt().cpu(), 2.0)
+        norm = self._pipeline.norm_over_stages(torch.tensor(math.sqrt(self._own_squares())), 2.0)
         if is_dropped := not norm.isfinite():
             self._pipeline.module.zero_grad()
         return is_dropped
 
-    def _own_squares(self) -> Tensor:
+    def _own_squares(self) -> Tensor | float:
         not_counted, parameters = self._pipeline.tied_not_owned, self._pipeline.module.parameters()
         return squared_norm(
             [p.grad for p in parameters if p.grad is not None and p not in not_counted]
@@ -157,11 +158,12 @@ class DecoupledStrategy(NoSync):
 
     def clip(self) -> None:
         if self._clip is None:  # of this worker's shards; each is on one replica only
-            shards = squared_norm(self._distributed.mean_gradients())
-            self.grad_squares = shards * self._distributed.num_replicas
+            squares = self._distributed.gradient_squares()
+            self.grad_squares = squares * self._distributed.num_replicas
         else:
             norm = self._distributed.clip_grad_norm_(self._clip).double()
-            mark = self._distributed.mean_gradients()[0]  # nan if they were not finite: norm is 0
+            # The norm leaves out gradients that are not finite.
+            mark = self._distributed.non_finite_mark
             self.grad_squares = norm.square() / self._pipeline.num_stages + mark
 
     def drop_non_finite(self) -> bool:
