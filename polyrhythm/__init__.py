@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from polyrhythm.run.pipeline.partition import LayerSplit
     from polyrhythm.run.pipeline.pipeline import Pipeline
     from polyrhythm.run.random_streams import RandomStreams, seeded_draws
-    from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig
+    from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig, DeviceConfig
     from polyrhythm.run.trainer.metrics import STOP, Callback
+    from polyrhythm.run.trainer.optimizers import adamw, constant, cosine, linear
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
     from polyrhythm.simulate.simulate_plan import simulate_plan as simulate
     from polyrhythm.sinks.metrics import Logger, MLflow, StepInfo, TensorBoard, WandB
@@ -51,6 +52,7 @@ __all__ = [
     "Cluster",
     "DataConfig",
     "Device",
+    "DeviceConfig",
     "DistributedOptimizer",
     "EmulatedCompute",
     "FitResult",
@@ -81,10 +83,14 @@ __all__ = [
     "UserError",
     "WandB",
     "Worker",
+    "adamw",
     "add_auxiliary_loss",
     "builtin_profile",
+    "constant",
+    "cosine",
     "fewer_devices",
     "fit_speeds",
+    "linear",
     "load_traces",
     "make_plan",
     "read_run",
@@ -113,8 +119,9 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.pipeline.loss": ("add_auxiliary_loss",),
     "run.pipeline.pipeline": ("Pipeline",),
     "run.random_streams": ("RandomStreams", "seeded_draws"),
-    "run.trainer.config": ("CheckpointConfig", "DataConfig"),
+    "run.trainer.config": ("CheckpointConfig", "DataConfig", "DeviceConfig"),
     "run.trainer.metrics": ("STOP", "Callback"),
+    "run.trainer.optimizers": ("adamw", "constant", "cosine", "linear"),
     "run.pipeline.partition": ("LayerSplit",),
     "run.trainer.trainer": ("FitResult", "Trainer"),
     "sinks.metrics": ("Logger", "MLflow", "StepInfo", "TensorBoard", "WandB"),

@@ -112,8 +112,8 @@ def texts(num_held_out: int) -> tuple[Windows, Windows]:
     return Subset(text, learned), Subset(text, some)
 
 
-def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=_PEAK, betas=(0.9, 0.95))
+def optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return AdamW(named, lr=_PEAK, betas=(0.9, 0.95))
 
 
 def rates(num_steps: int) -> Callable[[Optimizer], LRScheduler]:
@@ -136,7 +136,7 @@ def trainer_worker(pool_worker: PoolWorker, setting: JobSetting) -> None:
         optimizer,
         text,
         sync="auto",
-        lr_scheduler_fn=rates(setting.num_steps),
+        lr_schedule=rates(setting.num_steps),
         data=DataConfig(seed=SEED),
     )
     fit(pool_worker, setting, make, held_out if setting.num_held_out else None)
@@ -157,13 +157,11 @@ def fit(
         own = end.own  # its metrics come one step later: its moment is not now
         reporter.step_ended(trainer.worker, end.step, own.num_samples, own.loss, own.end)
 
-    with make(
-        plan=setting.plan, callbacks=[on_step], timeout=setting.timeout, progress=False
-    ) as trainer:
+    with make(plan=setting.plan, timeout=setting.timeout) as trainer:
         speed = setting.speed(trainer.worker, pool_worker.host)
         speed.attach(trainer.model)
         speed.start = reporter.wait_for_start()
-        trainer.fit(max_steps=setting.num_steps)
+        trainer.fit(max_steps=setting.num_steps, callbacks=[on_step], progress=False)
         end = time.monotonic()
         speed.start = None
         loss = None if held_out is None else trainer.evaluate(held_out)
@@ -184,7 +182,7 @@ def torch_baseline(pool_worker: PoolWorker, setting: JobSetting) -> None:
     with pool_worker.process_group():
         own_pipeline, own_stage = _groups(plan, worker)
         module, schedule = _stage(setting, worker, speed, own_pipeline)
-        chosen = optimizer(module.parameters())
+        chosen = optimizer(module.named_parameters())
         rate = rates(setting.num_steps)(chosen)
         samples, share = _samples(setting, worker)
         batches = GlobalBatch(size=setting.batch, microbatch_size=setting.microbatch_size)
@@ -279,7 +277,7 @@ def single_process(pool_worker: PoolWorker, setting: JobSetting) -> None:
     torch.set_num_threads(1)
     text, held_out = texts(setting.num_held_out)
     module = model(setting.num_layers)
-    chosen = optimizer(module.parameters())
+    chosen = optimizer(module.named_parameters())
     rate, losses = rates(setting.num_steps)(chosen), list[float]()
     samples = SampleLoader(text, make_order(text, seed=SEED, shuffle=True))
     for step in range(setting.num_steps):

@@ -61,9 +61,11 @@ def _trainer(num_steps: int) -> float:
         microbatch_size=BATCH,
         device="cpu",
         data=pr.DataConfig(num_workers=NUM_WORKERS),
-        callbacks=[lambda info: ends.append(time.perf_counter())],
     ) as trainer:
-        trainer.fit(max_steps=_WARM_UP + num_steps)
+        trainer.fit(
+            max_steps=_WARM_UP + num_steps,
+            callbacks=[lambda info: ends.append(time.perf_counter())],
+        )
     return _rate(ends, num_steps)
 
 

@@ -88,7 +88,8 @@ class CutJob:
             "batch_size": BATCH,
             "microbatch_size": MICROBATCH,
             "split": self.model.split,
-            "data": pr.DataConfig(seed=SEED, collate_fn=self.model.collate_fn),
+            "data": pr.DataConfig(seed=SEED),
+            "collate_fn": self.model.collate_fn,
             "timeout": TIMEOUT,
         }
         dataset: Any = range(NUM_SAMPLES)

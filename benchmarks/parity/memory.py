@@ -124,10 +124,9 @@ def _run_trainers(num_workers: int, sync: str, seconds: Seconds, folder: Path) -
             batch_size=2,
             sync=sync,
             run_dir=folder / name,
-            callbacks=[count_step],
             timeout=_TIMEOUT,
         ) as trainer:
-            trainer.fit(max_steps=_NUM_WARMUP)
+            trainer.fit(max_steps=_NUM_WARMUP, callbacks=[count_step])
             rate = torch.tensor([0.5 * _NUM_WARMUP / (time.perf_counter() - half_time)])
             if num_workers > 1:
                 dist.broadcast(rate, 0)

@@ -214,5 +214,5 @@ def _check_installed(package: str, logger: object) -> None:
         raise LaunchError(
             f"{type(logger).__name__} without the package {package}",
             expected=f"{package} in this environment",
-            fix=f"pip install {package}, or remove {type(logger).__name__} from loggers=",
+            fix=f"pip install {package}, or remove {type(logger).__name__} from callbacks=",
         )

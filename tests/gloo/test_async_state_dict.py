@@ -136,9 +136,9 @@ def test_training_continues_during_async_checkpoint(tmp_path: Path) -> None:
                 **more,
             )
 
-        with trainer(callbacks=[release_gather]) as first:
+        with trainer() as first:
             delay_gather(may_gather)
-            losses = list(first.fit(max_steps=num_steps).losses)
+            losses = list(first.fit(max_steps=num_steps, callbacks=[release_gather]).losses)
         path = tmp_path / "run" / "checkpoints" / f"step-{saved:08}"
         with trainer() as second:
             second.restore(path)

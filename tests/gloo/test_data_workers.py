@@ -321,12 +321,12 @@ def noisy(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def test_trainer_with_workers_trains_as_without(tmp_path: Path) -> None:
-    whole, _ = fit(tmp_path, 1, 1, data=DataConfig(collate_fn=noisy))
+    whole, _ = fit(tmp_path, 1, 1, collate_fn=noisy)
 
     def work(ctx: DistContext | None) -> tuple[list[float], list[int]]:
-        data = DataConfig(collate_fn=noisy, num_workers=2, persistent_workers=True)
+        data = DataConfig(num_workers=2, persistent_workers=True)
         num_children = list[int]()
-        with trainer(plan_of(2, 1), dataset=samples(), data=data) as made:
+        with trainer(plan_of(2, 1), dataset=samples(), data=data, collate_fn=noisy) as made:
             losses = made.fit(max_steps=6).losses
             num_children.append(len(multiprocessing.active_children()))
             losses += made.fit(max_steps=len(whole)).losses

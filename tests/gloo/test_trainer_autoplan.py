@@ -26,7 +26,7 @@ from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeOptions
 from polyrhythm.run.trainer import autoplan
 from polyrhythm.run.trainer.autoplan import layer_blocks, profile_layers, profile_sizes
-from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.run.trainer.config import DeviceConfig, TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import DEVICE, assign_ranks
 from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
 from polyrhythm.run.trainer.trainer import Trainer
@@ -133,7 +133,7 @@ def test_model_too_large_for_one_machine_is_probed(tmp_path: Path) -> None:
     def work(_: DistContext | None) -> str:
         autoplan.probe = fail_if_probed  # type: ignore[attr-defined]
         with pytest.raises(AssertionError) as raised:
-            auto_trainer(memory_limit=100)
+            auto_trainer(device=DeviceConfig(memory_limit=100))
         time.sleep(0.2)
         return str(raised.value)
 

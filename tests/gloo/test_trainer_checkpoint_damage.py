@@ -227,10 +227,9 @@ def test_full_disk_does_not_stop_training(
                 plan_of(1, 1),
                 run_dir=run,
                 checkpoint=CheckpointConfig(every=CHECKPOINT_EVERY),
-                callbacks=[fill],
             ) as made,
         ):
-            losses = made.fit(max_steps=NUM_STEPS).losses
+            losses = made.fit(max_steps=NUM_STEPS, callbacks=[fill]).losses
         events = [event for event in read_run(run) if event.kind == "checkpoint"]
         return {
             "warned": texts,
@@ -292,10 +291,9 @@ def test_fit_does_not_wait_for_a_slow_disk(
             plan_of(1, 1),
             run_dir=tmp_path / "run",
             checkpoint=CheckpointConfig(every=CHECKPOINT_EVERY),
-            callbacks=[last],
         ) as made,
     ):
-        losses = made.fit(max_steps=NUM_STEPS).losses
+        losses = made.fit(max_steps=NUM_STEPS, callbacks=[last]).losses
     assert losses == pytest.approx(stopped[1], abs=1e-6)
     assert written == []
     assert list(list_steps(tmp_path / "run" / "checkpoints")) == [CHECKPOINT_EVERY, NUM_STEPS]

@@ -267,10 +267,10 @@ def test_non_finite_loss_warns_once_and_keeps_finite_checkpoints(
 ) -> None:
     poison = Poison(4)
     folder, checkpoint = tmp_path / "run", CheckpointConfig(keep_last=2)
-    with trainer(plan_of(1, 1), run_dir=folder, checkpoint=checkpoint, callbacks=[poison]) as made:
+    with trainer(plan_of(1, 1), run_dir=folder, checkpoint=checkpoint) as made:
         poison.model = made.model
         for step in range(1, 10):
-            made.fit(max_steps=step)
+            made.fit(max_steps=step, callbacks=[poison])
             made.save()
         warned = [record.getMessage() for record in caplog.records]
         assert [text.split(", and")[0] for text in warned if "loss" in text] == [

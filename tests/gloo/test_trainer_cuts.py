@@ -211,7 +211,8 @@ def job(
             split=getattr(kind, "split", SPLIT),
             batch_size=BATCH,
             microbatch_size=MICROBATCH,
-            data=DataConfig(seed=SEED, collate_fn=collate),
+            data=DataConfig(seed=SEED),
+            collate_fn=collate,
             sync="all_reduce",
             timeout=30.0,
         ) as made:

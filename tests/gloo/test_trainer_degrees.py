@@ -17,6 +17,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.trainer import autoplan
 from polyrhythm.run.trainer.autoplan import count_parameters
+from polyrhythm.run.trainer.config import DeviceConfig
 from polyrhythm.run.trainer.rank_assignment import DEVICE
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import run_job, samples
@@ -82,7 +83,7 @@ def test_layers_follow_memory_of_devices_and_losses_stay_those_of_one_process(
         if joins:
             group = ctx.process_group(20.0)
             group.__enter__()
-        with make(pipelines=1, memory_limit=limit) as trainer:
+        with make(pipelines=1, device=DeviceConfig(memory_limit=limit)) as trainer:
             losses = [] if joins else list(trainer.fit(max_steps=2).losses)
             found = trainer.plan.layers_per_stage
         if joins:
@@ -107,7 +108,9 @@ def refusal(ctx: DistContext | None, **more: Any) -> str:
 
 def test_stage_that_does_not_fit_is_refused_in_all_processes(tmp_path: Path) -> None:
     limit = COPY * (16_000 + 1000)
-    found = run_job(2, partial(refusal, stages=2, memory_limit=limit // 8), tmp_path)
+    found = run_job(
+        2, partial(refusal, stages=2, device=DeviceConfig(memory_limit=limit // 8)), tmp_path
+    )
     assert found[0] == found[1]
     assert "stage 0 of 2 (layers 0 to 0) needs 256.5KiB and" in found[0]
     assert f"has {limit // 8 / 1024:.4g}KiB for it" in found[0]
@@ -160,7 +163,7 @@ def test_several_machines_measure_layers_first(tmp_path: Path) -> None:
             return even_plan(num_layers=8, num_stages=2, num_pipelines=1)
 
         autoplan.AutoPlanner._search_plan = found  # type: ignore[method-assign]
-        with make(stages=2, memory_limit=limit) as trainer:
+        with make(stages=2, device=DeviceConfig(memory_limit=limit)) as trainer:
             return f"{stages} {trainer.plan.layers_per_stage}"
 
     found = run_job(2, partial(work, limit=None), tmp_path)

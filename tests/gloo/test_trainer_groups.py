@@ -44,7 +44,7 @@ def train(
         (folder / f"started{ctx.rank}").touch()
         wait_until(lambda: len([*folder.glob("started*")]) == plan.num_workers, "all start")
         data = RecordingDataset(0.02 if is_slow else 0.005)
-        with trainer(plan, sync=sync, dataset=data, lr_scheduler_fn=None, **more) as made:
+        with trainer(plan, sync=sync, dataset=data, lr_schedule=None, **more) as made:
             fitted = made.fit(max_steps=NUM_STEPS)
             ids = list(data.ids)
             weights = [value.sum().item() for value in made.model.parameters()]

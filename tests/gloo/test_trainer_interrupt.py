@@ -68,7 +68,7 @@ def trainer_with(loss: Callable[..., Tensor], optimizer: Any, **more: Any) -> Tr
         batch_size=BATCH,
         microbatch_size=2,
         clip_grad_norm=0.5,
-        lr_scheduler_fn=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step / 5)),
+        lr_schedule=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step / 5)),
         plan=plan_of(1, 1),
         **more,
     )
@@ -207,9 +207,9 @@ def test_error_between_steps_ends_the_other_process_at_once(
                 fail()
 
         run_dir, failed = tmp_path / "run", ""
-        with trainer(plan, run_dir=run_dir, callbacks=[fail_on_first], timeout=60.0) as made:
+        with trainer(plan, run_dir=run_dir, timeout=60.0) as made:
             try:
-                made.fit(max_steps=NUM_STEPS)
+                made.fit(max_steps=NUM_STEPS, callbacks=[fail_on_first])
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"
             if made.worker == Worker(0, 0):

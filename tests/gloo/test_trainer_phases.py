@@ -55,10 +55,10 @@ def train(
             weight = next(made.model.parameters()).detach().clone()
             seen.append((end.step, end.own.num_samples, weight))
 
-        with trainer(plan, sync="auto", callbacks=[callback]) as made:
-            made.fit(max_steps=NUM_STEPS // 2)
+        with trainer(plan, sync="auto") as made:
+            made.fit(max_steps=NUM_STEPS // 2, callbacks=[callback])
             assert made.global_step == NUM_STEPS // 2
-            made.fit(max_steps=NUM_STEPS)
+            made.fit(max_steps=NUM_STEPS, callbacks=[callback])
             state = made._progress.optimizer.state_dict()
             return seen, state
 
@@ -84,7 +84,7 @@ def test_replicas_are_equal_after_every_sync_mode_switch(
 
 
 def one_process_trainer(folder: Path, schedule: Callable[[Any], LRScheduler], **more: Any) -> Any:
-    return trainer(plan_of(1, 1), lr_scheduler_fn=schedule, run_dir=folder, **more)
+    return trainer(plan_of(1, 1), lr_schedule=schedule, run_dir=folder, **more)
 
 
 @pytest.mark.parametrize(
@@ -116,19 +116,19 @@ def test_lr_scheduler_that_cannot_be_saved_is_rejected_at_the_start(tmp_path: Pa
 
     seen: list[int] = []
     with (
-        one_process_trainer(tmp_path, schedule, callbacks=[lambda end: seen.append(1)]) as made,
+        one_process_trainer(tmp_path, schedule) as made,
         pytest.raises(CheckpointError, match=r"learning rate scheduler.*owner.*object"),
     ):
-        made.fit(max_steps=3)
+        made.fit(max_steps=3, callbacks=[lambda end: seen.append(1)])
     assert not seen, "no step is trained that could not be saved"
 
 
 def test_save_and_evaluate_during_fit_are_rejected(tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [lambda: made.save(), lambda: made.evaluate([])]
-    with trainer(plan_of(1, 1), run_dir=tmp_path, callbacks=[lambda end: calls[0]()]) as made:
+    with trainer(plan_of(1, 1), run_dir=tmp_path) as made:
         for name in ("save", "evaluate"):
             with pytest.raises(LaunchError, match=rf"{name}\(\) during fit\(\)"):
-                made.fit(max_steps=3)
+                made.fit(max_steps=3, callbacks=[lambda end: calls[0]()])
             calls.pop(0)
     with trainer(plan_of(1, 1), run_dir=tmp_path) as again:  # the folder is free
         assert again.restore() == 0
@@ -157,9 +157,9 @@ def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: st
             if ctx.rank == 1 and end.step >= 3:
                 raise SystemExit(0)
 
-        made = trainer(plan_of(1, 2), sync=sync, callbacks=[callback])
+        made = trainer(plan_of(1, 2), sync=sync)
         try:
-            made.fit(max_steps=10_000)
+            made.fit(max_steps=10_000, callbacks=[callback])
         except PeerError as error:
             (tmp_path / f"error{ctx.rank}").write_text(str(error))
             made.__exit__(PeerError, error, None)
@@ -188,9 +188,9 @@ def test_switch_after_a_loss_waits_for_living_pipelines_only(
             weight = next(made.model.parameters()).detach().clone()
             seen.append((end.step, end.own.num_samples, weight))
 
-        made = trainer(plan, sync="auto", callbacks=[callback])
-        made.fit(max_steps=NUM_STEPS)
-        made.fit(max_steps=NUM_STEPS + WINDOW)  # in lockstep
+        made = trainer(plan, sync="auto")
+        made.fit(max_steps=NUM_STEPS, callbacks=[callback])
+        made.fit(max_steps=NUM_STEPS + WINDOW, callbacks=[callback])  # in lockstep
         torch.save(seen, tmp_path / f"seen{ctx.rank}.pt")
         os._exit(0)  # leaving the job's process group would wait for the dead
 

@@ -112,10 +112,8 @@ def test_process_exits_after_grace_period(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
 
-        with trainer(
-            plan_of(1, 1), callbacks=(callback,), checkpoint=CheckpointConfig(grace_period=0.5)
-        ) as made:
-            made.fit(max_steps=NUM_STEPS)
+        with trainer(plan_of(1, 1), checkpoint=CheckpointConfig(grace_period=0.5)) as made:
+            made.fit(max_steps=NUM_STEPS, callbacks=[callback])
 
     with LocalJob(work, 1, output_folder=tmp_path) as job:
         with pytest.raises(WorkerError) as raised:
@@ -131,10 +129,8 @@ def test_grace_period_holds_when_store_does_not_answer(tmp_path: Path) -> None:
             (tmp_path / f"pid{ctx.rank}").write_text(str(os.getpid()))
             time.sleep(STEP_SLEEP)
 
-        with trainer(
-            plan_of(1, 2), callbacks=(callback,), checkpoint=CheckpointConfig(grace_period=1.0)
-        ) as made:
-            made.fit(max_steps=10_000)
+        with trainer(plan_of(1, 2), checkpoint=CheckpointConfig(grace_period=1.0)) as made:
+            made.fit(max_steps=10_000, callbacks=[callback])
 
     with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
         deadline = time.monotonic() + 30
@@ -159,10 +155,8 @@ def test_forked_child_of_the_script_can_be_terminated(tmp_path: Path) -> None:
                 assert os.WTERMSIG(status) == signal.SIGTERM
             time.sleep(STEP_SLEEP)
 
-        with trainer(
-            plan_of(1, 1), callbacks=(callback,), checkpoint=CheckpointConfig(grace_period=5)
-        ) as made:
-            assert len(made.fit(max_steps=30).steps) == 30
+        with trainer(plan_of(1, 1), checkpoint=CheckpointConfig(grace_period=5)) as made:
+            assert len(made.fit(max_steps=30, callbacks=[callback]).steps) == 30
 
     with LocalJob(work, 1, output_folder=tmp_path) as job:
         assert job.wait(30)
@@ -177,9 +171,12 @@ trainer = pr.Trainer(
     lambda: torch.nn.Sequential(torch.nn.Linear(8, 4)),
     torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
     TensorDataset(inputs, inputs[:, :4]), batch_size=16, run_dir="run", timeout=30,
-    callbacks=[lambda end: (print("trains", flush=True), time.sleep(0.02))],
 )
-trainer.fit(max_steps=10**6)
+def show(info):
+    print("trains", flush=True)
+    time.sleep(0.02)
+
+trainer.fit(max_steps=10**6, callbacks=[show])
 print("fit has returned")
 """
 

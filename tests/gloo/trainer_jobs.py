@@ -43,7 +43,7 @@ def trainer(plan: Plan, **more: Any) -> Trainer:
         "batch_size": BATCH,
         "microbatch_size": 2,
         "clip_grad_norm": 0.5,
-        "lr_scheduler_fn": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step / 5)),
+        "lr_schedule": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step / 5)),
         "timeout": 30.0,
         **more,
     }

@@ -26,9 +26,9 @@ def fail(end):
 trainer = pr.Trainer(
     model, torch.nn.functional.mse_loss, lambda p: torch.optim.AdamW(p, lr=0.01),
     TensorDataset(inputs, inputs[:, :4]), batch_size=16, microbatch_size=2, timeout=30,
-    run_dir=sys.argv[2] if len(sys.argv) > 2 else None, callbacks=[fail],
+    run_dir=sys.argv[2] if len(sys.argv) > 2 else None,
 )
-ends = trainer.fit(max_steps={NUM_STEPS}).steps
+ends = trainer.fit(max_steps={NUM_STEPS}, callbacks=[fail]).steps
 found = [[end.own.loss, end.own.num_samples] for end in ends if end.own.loss is not None]
 Path(sys.argv[1], f"{{trainer.worker}}.json").write_text(json.dumps(found))
 print(trainer.worker, "on", os.environ.get("POLYRHYTHM_DEVICE"))

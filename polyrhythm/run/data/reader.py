@@ -88,8 +88,8 @@ def _check_dataloader(loader: Any) -> None:
         raise DataError(
             f"a {type(loader).__name__} with batch_size={loader.batch_size} as the dataset",
             expected="a dataset of samples: batches are divided among pipelines and micro-batches",
-            fix="pass its dataset, Trainer(..., batch_size=...) and DataConfig(collate_fn=..., "
-            "num_workers=...); or a StatefulDataLoader with batch_size=None",
+            fix="pass its dataset, Trainer(..., batch_size=..., collate_fn=..., "
+            "data=DataConfig(num_workers=...)); or a StatefulDataLoader with batch_size=None",
         )
 
 

@@ -185,16 +185,15 @@ def train(ctx: DistContext, job: DemoJob, text: ByteText, run_dir: Path | None) 
             plan=plan,
             schedule=settings.schedule,
             sync=SyncConfig(settings.sync, options=settings.policy_options),
-            lr_scheduler_fn=lambda optimizer: LambdaLR(
+            lr_schedule=lambda optimizer: LambdaLR(
                 optimizer, lambda step: min(1.0, (step + 1) / warmup)
             ),
             data=DataConfig(seed=settings.seed),
             device=_device(settings, ctx),
             run_dir=folder,
-            progress=False,  # `polyrhythm demo` shows its own
             timeout=settings.timeout,
         ) as trainer:
-            trainer.fit(max_steps=settings.steps)
+            trainer.fit(max_steps=settings.steps, progress=False)  # `polyrhythm demo` shows its own
 
 
 def _device(settings: DemoConfig, ctx: DistContext) -> torch.device:

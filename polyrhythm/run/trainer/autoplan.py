@@ -208,13 +208,13 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 def device_of_process(config: TrainerConfig, ctx: DistContext) -> torch.device:
-    if config.device is not None:
-        return torch.device(config.device)
+    if config.device.name is not None:
+        return torch.device(config.device.name)
     return device_of(AUTO, index=ctx.local_rank)
 
 
 def memory_limit(config: TrainerConfig) -> Bytes | None:
-    limit = config.memory_limit
+    limit = config.device.memory_limit
     return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
 
 
@@ -397,12 +397,13 @@ class AutoPlanner:
         num_rounds = sum(len(list(disjoint_rounds(parallel, machines))) for parallel in pairs)
         # If no two processes share a machine, concurrent pairs do not compete for a network card.
         all_at_once = len(set(machines.values())) == len(machines) or num_rounds > _MAX_ROUNDS
-        device_type = AUTO if config.device is None else torch.device(config.device).type
+        name = config.device.name
+        device_type = AUTO if name is None else torch.device(name).type
         options = ProbeOptions(
             cluster_name="measured",
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             device=device_type if device_type in ("cpu", "cuda") else AUTO,
-            dtype=str(config.autocast or torch.float32).removeprefix("torch."),
+            dtype=str(config.device.autocast or torch.float32).removeprefix("torch."),
             all_at_once=all_at_once,
             effort=_effort(len(pairs) if all_at_once else num_rounds, config.timeout),
         )
@@ -505,7 +506,7 @@ def profile_layers(
                 fix="pass a plan, or a dataset whose items are (inputs, target)",
             )
         subject = ProfiledModel(layers=layers, example=example, num_samples=len(tensors[0]))
-        with config.precision(device):
+        with config.device.precision(device):
             return measure_layers(
                 subject.to(device, None),
                 size=sizes[0],
@@ -558,7 +559,7 @@ def _deepcopy_model(model: nn.Module) -> nn.Module:
 
 def _first_inputs(config: TrainerConfig, dataset: Any, num_samples: int) -> Any:
     order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
-    samples = SampleLoader(dataset, order, config.data.collate_fn, seed=config.data.seed)
+    samples = SampleLoader(dataset, order, config.collate_fn, seed=config.data.seed)
     try:
         return samples.load(((0, num_samples),)).inputs
     finally:

@@ -1,12 +1,12 @@
 """The Trainer's arguments, checked before any process waits for another."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.worker_pool import WorkerOptions
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.trainer.metrics import HOOKS, Callback
+from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
 from polyrhythm.sinks.metrics import Logger, StepInfo
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import AUTO, Bytes, Seconds
@@ -26,7 +27,7 @@ from polyrhythm.types import AUTO, Bytes, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """How samples are ordered and collated; a function that builds the model uses the seed too.
+    """How samples are ordered and read; a function that builds the model uses the seed too.
 
     The seed also gives what a dataset and `collate_fn` draw from the global random generators, and
     dropout masks: both follow from a sample's position, not from the number of processes.
@@ -37,7 +38,6 @@ class DataConfig:
     shuffle: bool = True
     seed: int = 0
     seed_dropout: bool = True  # False: each process draws masks from torch's current generator
-    collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     prefetch_factor: int | None = None  # micro-batches ahead for each of them; None: 2
     pin_memory: bool = False
@@ -48,8 +48,6 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not (_is_integer(self.seed) and 0 <= self.seed < 2**31):
             raise _invalid("seed", self.seed, "an integer from 0 to 2**31 - 1")
-        if self.collate_fn is not None and not callable(self.collate_fn):
-            raise _invalid("collate_fn", self.collate_fn, "a function")
         if not (_is_integer(self.num_workers) and self.num_workers >= 0):
             raise _invalid("num_workers", self.num_workers, "an integer from 0 on")
         factor = self.prefetch_factor
@@ -102,32 +100,91 @@ class CheckpointConfig:
             raise _invalid("grace_period", self.grace_period, "seconds above 0")
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceConfig:
+    """Where and how a process computes: its device, the memory and the precision it may use."""
+
+    name: torch.device | str | None = None  # None: a GPU of its own, if there is one
+    _: KW_ONLY
+    memory_limit: str | Bytes | None = None  # of a stage; None: what the device has
+    autocast: torch.dtype | None = None  # of forward and backward, as in torch.autocast
+
+    def __post_init__(self) -> None:
+        try:
+            torch.device(self.name or "cpu")
+        except (RuntimeError, TypeError):
+            raise _invalid("device", self.name, "a torch device such as 'cuda:1'") from None
+        if self.autocast not in (None, torch.bfloat16):
+            raise LaunchError(
+                f"autocast={self.autocast}",
+                expected="torch.bfloat16, or None to turn it off",
+                fix="use bfloat16: float16 needs loss scaling, which stages do not agree on",
+            )
+
+    def precision(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the autocast context for forward and backward."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.autocast)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitConfig:
+    """The arguments of `Trainer.fit`."""
+
+    max_steps: int
+    overwrite: bool
+    callbacks: Sequence[Callback | Callable[[StepInfo], object] | Logger]
+    on_nan: str
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if not _is_integer(self.max_steps) or self.max_steps < 0:
+            raise LaunchError(
+                f"fit(max_steps={self.max_steps!r})",
+                expected="the total, 0 or more",
+                fix="fit(max_steps=1000)",
+            )
+        expected = "a list of functions that take a StepInfo, of objects with on_step(info) or "
+        expected += "other hooks, or of loggers"
+        if not isinstance(self.callbacks, Sequence) or not all(map(_is_callback, self.callbacks)):
+            raise _invalid("callbacks", self.callbacks, expected)
+        if self.on_nan not in ("warn", "skip", "stop"):
+            raise _invalid("on_nan", self.on_nan, "'warn', 'skip' or 'stop'")
+        if not isinstance(self.progress, bool):
+            raise _invalid("progress", self.progress, "True or False")
+
+    @property
+    def must_match(self) -> dict[str, Any]:
+        """The arguments that must be equal in all processes."""
+        return {name: getattr(self, name) for name in ("max_steps", "overwrite", "on_nan")}
+
+    @property
+    def loggers(self) -> list[Logger]:
+        return [each for each in self.callbacks if is_logger(each)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """The arguments of the Trainer, except for the model and the dataset."""
 
-    loss_fn: Callable[..., Any]
-    optimizer_fn: Callable[[Iterable[torch.nn.Parameter]], Optimizer]
+    loss_fn: Callable[..., Any] | None
+    optimizer_fn: Callable[[NamedParameters], Optimizer]
+    collate_fn: Callable[[list[Any]], Any] | None
     batch_size: int | None  # samples per step, summed over all pipelines
     microbatch_size: int | None
     plan: Plan | Path | str
     stages: int | None
     pipelines: int | None
     schedule: str
-    memory_limit: str | Bytes | None
     sync: SyncConfig
     split: LayerSplit
-    lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None
+    lr_schedule: LRSchedule | Callable[[Optimizer], LRScheduler] | None
     clip_grad_norm: float | None
-    autocast: torch.dtype | None
     data: DataConfig
-    device: torch.device | str | None
+    device: DeviceConfig
     run_dir: Path | None
     checkpoint: CheckpointConfig
-    callbacks: Sequence[Callback | Callable[[StepInfo], object]]
-    on_nan: str
-    progress: bool
-    loggers: Sequence[Logger]
     timeout: Seconds
 
     def __post_init__(self) -> None:
@@ -139,10 +196,9 @@ class TrainerConfig:
             raise _invalid("clip_grad_norm", self.clip_grad_norm, "a number above 0, or None")
         if not _is_above_0(self.timeout):
             raise _invalid("timeout", self.timeout, "seconds above 0")
-        self._check_reports()
-        for name in ("loss_fn", "optimizer_fn", "lr_scheduler_fn"):
+        for name in ("loss_fn", "optimizer_fn", "collate_fn", "lr_schedule"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            if not (value is None or callable(value) or isinstance(value, LRSchedule)):
                 raise _invalid(name, value, "a function")
         records = {"split": LayerSplit, "data": DataConfig, "checkpoint": CheckpointConfig}
         for name, kind in records.items():
@@ -158,16 +214,6 @@ class TrainerConfig:
                 expected="one of the two: a plan has its own stages and pipelines",
                 fix="omit plan=, or omit stages= and pipelines=",
             )
-        try:
-            torch.device(self.device or "cpu")
-        except (RuntimeError, TypeError):
-            raise _invalid("device", self.device, "a torch device such as 'cuda:1'") from None
-        if self.autocast not in (None, torch.bfloat16):
-            raise LaunchError(
-                f"autocast={self.autocast}",
-                expected="torch.bfloat16, or None to turn it off",
-                fix="use bfloat16: float16 needs loss scaling, which stages do not agree on",
-            )
         if self.run_dir is None and self.checkpoint.every is not None:
             raise no_run_dir(f"CheckpointConfig(every={self.checkpoint.every})")
 
@@ -175,24 +221,11 @@ class TrainerConfig:
     def degrees(self) -> Degrees:
         return Degrees(stages=self.stages, pipelines=self.pipelines)
 
-    def _check_reports(self) -> None:
-        """Check what is called during training."""
-        callbacks, loggers = self.callbacks, self.loggers
-        expected = "a list of functions that take a StepInfo, or of objects with on_step(info)"
-        if not isinstance(callbacks, Sequence) or not all(map(_is_callback, callbacks)):
-            raise _invalid("callbacks", callbacks, expected)
-        expected = "a list of objects with log(step, values) and close()"
-        if not isinstance(loggers, Sequence) or not all(map(_is_logger, loggers)):
-            raise _invalid("loggers", loggers, expected)
-        if self.on_nan not in ("warn", "skip", "stop"):
-            raise _invalid("on_nan", self.on_nan, "'warn', 'skip' or 'stop'")
-        if not isinstance(self.progress, bool):
-            raise _invalid("progress", self.progress, "True or False")
-
     def must_match(self, order: SampleOrder | None) -> dict[str, Any]:
         """Return the arguments that must be equal in all processes."""
-        names = ("batch_size", "microbatch_size", "schedule", "clip_grad_norm", "autocast")
-        return {name: getattr(self, name) for name in (*names, "stages", "pipelines", "on_nan")} | {
+        names = ("batch_size", "microbatch_size", "schedule", "clip_grad_norm")
+        return {name: getattr(self, name) for name in (*names, "stages", "pipelines")} | {
+            "autocast": self.device.autocast,
             "sync": self.sync.mode,
             "overlap": self.sync.overlap,
             "sync options": dict(self.sync.options),
@@ -203,20 +236,14 @@ class TrainerConfig:
             "samples": None if order is None else order.num_samples,
         }
 
-    def precision(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the autocast context for forward and backward."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(device.type, self.autocast)
-
 
 def _is_callback(value: object) -> bool:
-    """Whether it is a function or an object with a hook; a class with hooks is no object of it."""
+    """Whether it is a function, a logger or an object with a hook; a class of those is not."""
     has_hook = any(hasattr(value, name) for name in HOOKS)
-    return not isinstance(value, type) if has_hook else callable(value)
+    return is_logger(value) or (not isinstance(value, type) if has_hook else callable(value))
 
 
-def _is_logger(value: object) -> bool:
+def is_logger(value: object) -> TypeGuard[Logger]:
     methods = (getattr(value, name, None) for name in ("log", "close"))
     return all(map(callable, methods)) and not isinstance(value, type)
 

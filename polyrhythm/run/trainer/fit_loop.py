@@ -39,7 +39,7 @@ from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
-from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.run.trainer.config import FitConfig, TrainerConfig
 from polyrhythm.run.trainer.metrics import (
     GroupMetrics,
     Measured,
@@ -50,6 +50,7 @@ from polyrhythm.run.trainer.metrics import (
     call_hooks,
     count_tokens,
 )
+from polyrhythm.run.trainer.optimizers import LRSchedule
 from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import (
@@ -95,16 +96,23 @@ class TrainProgress:
             yield
             self.is_updating = False
 
-    def make_lr_scheduler(self, config: TrainerConfig, optimizer: Optimizer) -> LRScheduler | None:
+    def make_lr_scheduler(
+        self, config: TrainerConfig, optimizer: Optimizer, max_steps: int
+    ) -> LRScheduler | None:
         """Make the learning rate scheduler and load its state."""
-        if config.lr_scheduler_fn is None:
+        lr_schedule = config.lr_schedule
+        if lr_schedule is None:
             return None
         groups = optimizer.param_groups
         before = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        lr_scheduler = config.lr_scheduler_fn(optimizer)
+        lr_scheduler: Any
+        if isinstance(lr_schedule, LRSchedule):
+            lr_scheduler = lr_schedule.scheduler(optimizer, max_steps)
+        else:
+            lr_scheduler = lr_schedule(optimizer)
         if not isinstance(lr_scheduler, LRScheduler) or isinstance(lr_scheduler, ReduceLROnPlateau):
             raise LaunchError(
-                f"lr_scheduler_fn returned a {type(lr_scheduler).__name__}",
+                f"lr_schedule returned a {type(lr_scheduler).__name__}",
                 expected="a scheduler of torch.optim.lr_scheduler that depends on steps alone",
                 fix="return LambdaLR(optimizer, ...), OneCycleLR, ...; a scheduler that follows "
                 "losses would differ between workers",
@@ -118,7 +126,8 @@ class TrainProgress:
                 group["lr"] = rate
         if config.run_dir is not None:  # refused now, not at the first save
             encode_state(lr_scheduler.state_dict(), _LR_STATE)
-        return lr_scheduler
+        found: LRScheduler = lr_scheduler
+        return found
 
     def restore(self, manifest: Manifest) -> DatasetState | None:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
@@ -153,7 +162,6 @@ class FitContext:
     samples: SampleLoader
     log: EventLog | None
     checkpointer: TrainerCheckpointer | None  # None without a run folder
-    loggers: Sequence[Logger]  # empty except on the leader
     preemption: PreemptionHandler
     machines: Sequence[str]  # by rank; needed under sync="auto"
     metric_store: JobStore  # of the thread that publishes metrics in groups
@@ -238,19 +246,20 @@ class FitContext:
 
     def new_optimizer(self) -> Optimizer:
         """Make the optimizer of this stage's parameters; raises LaunchError."""
-        optimizer = self.config.optimizer_fn(self.pipeline.module.parameters())
+        named = list(self.pipeline.module.named_parameters())
+        optimizer = self.config.optimizer_fn(named)
         if not isinstance(optimizer, Optimizer):
             raise LaunchError(
                 f"optimizer_fn returned a {type(optimizer).__name__}",
                 expected="an optimizer of the parameters that it is called with",
-                fix="return it: lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+                fix="return it: lambda named: torch.optim.AdamW(named, lr=3e-4)",
             )
-        own = set(self.pipeline.module.parameters())
+        own = {parameter for _, parameter in named}
         if any(p not in own for group in optimizer.param_groups for p in group["params"]):
             raise LaunchError(
                 "optimizer_fn returned an optimizer of other parameters",
                 expected="the parameters of this worker's stage, which it is called with",
-                fix="use its argument: lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+                fix="use its argument: lambda named: torch.optim.AdamW(named, lr=3e-4)",
             )
         return optimizer
 
@@ -270,10 +279,16 @@ class FitLoop:
     """All phases of one fit on one worker."""
 
     def __init__(
-        self, name: str, context: FitContext, progress: TrainProgress, num_steps: int
+        self,
+        name: str,
+        context: FitContext,
+        progress: TrainProgress,
+        config: FitConfig,
+        loggers: Sequence[Logger],
     ) -> None:
-        """`num_steps` counts from the start of training; `name` is unique to this fit."""
-        self.context, self.progress, self.num_steps = context, progress, num_steps
+        """`name` is unique to this fit; `loggers` are empty except on the leader."""
+        self.context, self.progress, self.config, self.loggers = context, progress, config, loggers
+        self.num_steps = config.max_steps  # counted from the start of training
         self._name, self._num_decisions = name, 0
         self.stage_loader = StageLoader(context.pipeline, context.samples)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
@@ -302,7 +317,7 @@ class FitLoop:
 
     def run(self) -> None:
         name: str | None = self.context.config.sync.first_mode.name
-        if self.context.is_leader and self.context.config.progress:
+        if self.context.is_leader and self.config.progress:
             self.display = FitProgress(self.progress.step, self.num_steps)
         try:
             while name is not None:
@@ -327,16 +342,15 @@ class FitLoop:
 
     def report(self, info: StepInfo, shown: StepInfo) -> bool:
         """Show and log the metrics of a step; return whether a callback wants to stop."""
-        context = self.context
         self.steps.append(info)
         self.losses.append(math.nan if info.loss is None else info.loss)
         if self.display is not None:
             self.display.update(shown)
-        if context.loggers:
+        if self.loggers:
             values = shown.values()
-            for logger in context.loggers:
+            for logger in self.loggers:
                 logger.log(shown.step, values)
-        return call_hooks(context.config.callbacks, "on_step", info)
+        return call_hooks(self.config.callbacks, "on_step", info)
 
     def _raise_not_finite(self) -> NoReturn:
         """Raise the error of on_nan="stop" on all workers, when checkpoints are on disk."""
@@ -530,9 +544,11 @@ class Phase:
             fit.num_steps,
             strategy.sync if context.pipeline.is_first else None,
         )
-        self._lr_scheduler = progress.make_lr_scheduler(context.config, strategy.optimizer)
+        self._lr_scheduler = progress.make_lr_scheduler(
+            context.config, strategy.optimizer, fit.num_steps
+        )
         self.in_lockstep = mode.lockstep or strategy.sync is None
-        on_nan = context.config.on_nan
+        on_nan = fit.config.on_nan
         # In groups the others average with this pipeline, which must stay finite until all stop.
         strategy.drops_non_finite = on_nan == "skip" or (on_nan == "stop" and not self.in_lockstep)
         gather = context.metric_gather(in_lockstep=self.in_lockstep)
@@ -568,7 +584,7 @@ class Phase:
     def _step(self) -> bool:
         """Run one step; return False, and run none, if the phase is over."""
         start, losses, pipeline = time.perf_counter(), list[Tensor](), self._context.pipeline
-        with self._context.config.precision(pipeline.device):
+        with self._context.config.device.precision(pipeline.device):
             run = self._run_first_stage if pipeline.is_first else self._run_later_stage
             batch_slice = run(losses)
         if batch_slice is None:
@@ -631,7 +647,7 @@ class Phase:
         fit, shown = self._fit, info
         if self.group_metrics is not None:
             self.group_metrics.update(info)
-            if fit.display is not None or self._context.loggers:
+            if fit.display is not None or fit.loggers:
                 shown = self.group_metrics.combined(self.lost_pipelines()) or info
         self._wants_stop |= fit.report(info, shown)
         problem = self._check_finite(info)
@@ -710,7 +726,7 @@ class Phase:
         problem = f"step {info.step}: the gradients are not finite"
         if bad:
             problem = f"step {info.step}: the loss of pipeline {bad[0].pipeline} is {bad[0].loss}"
-        if self._context.config.on_nan == "stop":
+        if self._fit.config.on_nan == "stop":
             return problem
         is_warned_here = self._context.is_leader or not math.isfinite(info.own.loss or 0.0)
         if was_finite and bad and is_warned_here:

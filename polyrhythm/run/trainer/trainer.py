@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,8 @@ from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import (
     CheckpointConfig,
     DataConfig,
+    DeviceConfig,
+    FitConfig,
     TrainerConfig,
     no_run_dir,
 )
@@ -57,6 +59,7 @@ from polyrhythm.run.trainer.fit_loop import (
     TrainProgress,
 )
 from polyrhythm.run.trainer.metrics import Callback
+from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
 from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job, machine_name
 from polyrhythm.run.trainer.run_dir import lock_run_dir
@@ -68,7 +71,7 @@ from polyrhythm.sinks.metrics import METRICS, JsonLines, Logger, StepInfo
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.sync.setup import check_sync
-from polyrhythm.types import AUTO, Bytes, Seconds, Worker
+from polyrhythm.types import AUTO, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 
@@ -111,7 +114,11 @@ class Trainer:
         prologue="split=LayerSplit(prologue=...)",
         every="split=LayerSplit(every=...)",
         epilogue="split=LayerSplit(epilogue=...)",
-        collate_fn="data=DataConfig(collate_fn=...)",
+        lr_scheduler_fn="lr_schedule=",
+        autocast="device=DeviceConfig(autocast=...)",
+        memory_limit="device=DeviceConfig(memory_limit=...)",
+        callbacks="fit(callbacks=...)",
+        progress="fit(progress=...)",
         shuffle="data=DataConfig(shuffle=...)",
         seed="data=DataConfig(seed=...)",
         compute="the scenario of `polyrhythm lab run --scenario`",
@@ -119,30 +126,25 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        loss_fn: Callable[..., Any],
-        optimizer_fn: Callable[[Iterable[nn.Parameter]], Optimizer],
-        dataset: Dataset[Any],
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer_fn: Callable[[NamedParameters], Optimizer] | None = None,
+        dataset: Dataset[Any] | None = None,
         *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         batch_size: int | None = None,
         microbatch_size: int | None = None,
         plan: Plan | Path | str = AUTO,
         stages: int | None = None,
         pipelines: int | None = None,
         schedule: str = AUTO,
-        memory_limit: str | Bytes | None = None,
         sync: str | SyncConfig = "decoupled",
         split: LayerSplit = LayerSplit(),
-        lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
+        lr_schedule: LRSchedule | Callable[[Optimizer], LRScheduler] | None = None,
         clip_grad_norm: float | None = None,
-        autocast: torch.dtype | None = None,
         data: DataConfig = DataConfig(),
-        device: torch.device | str | None = None,
+        device: DeviceConfig | torch.device | str | None = None,
         run_dir: Path | str | None = None,
         checkpoint: CheckpointConfig = CheckpointConfig(),
-        callbacks: Sequence[Callback | Callable[[StepInfo], object]] = (),
-        on_nan: str = "warn",
-        progress: bool = True,
-        loggers: Sequence[Logger] = (),
         timeout: Seconds = DEFAULT_TIMEOUT,
     ) -> None:
         """`model` is the whole model, or a function that builds it; the same in every process.
@@ -170,13 +172,18 @@ class Trainer:
         arguments = locals()  # nothing else yet
         if not isinstance(sync, SyncConfig):
             arguments["sync"] = SyncConfig(sync)
+        if not isinstance(device, DeviceConfig):
+            arguments["device"] = DeviceConfig(device)
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
+        if optimizer_fn is None or dataset is None or loss_fn is None:
+            raise _missing("optimizer_fn" if optimizer_fn is None else "dataset")
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
         self._is_fitting = self._has_started = False
         self._num_fits = self._num_begins = self._num_evaluations = 0
         self._num_saves = 0  # after a failure
         self._failure: str | None = None  # of the last fit
+        self._loggers = list[Logger]()  # of all fits, on the leader
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
@@ -190,12 +197,12 @@ class Trainer:
         store.check_consistent("settings", config.must_match(order), members)
         self._check_sync(store)
         self._open_files(store)
-        device = membership.device(config.device)
+        torch_device = membership.device(config.device.name)
         # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
-        self.device_mesh = membership.device_mesh(device.type)
+        self.device_mesh = membership.device_mesh(torch_device.type)
         group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
         part = config.split.extract_stage(whole, self.worker.stage, self.plan.layers_per_stage)
-        self.pipeline = self._build_pipeline(part, device, group)
+        self.pipeline = self._build_pipeline(part, torch_device, group)
         self._samples = self._make_loader(dataset, order)
         self._checkpointer = self._make_checkpointer(part, group, store)
         if self._checkpointer is not None:
@@ -218,7 +225,6 @@ class Trainer:
             samples=self._samples,
             log=self._log,
             checkpointer=self._checkpointer,
-            loggers=self._make_loggers(),
             preemption=self._preemption,
             metric_store=membership.job_store("metrics"),
             machines=self._gather_machines(store),
@@ -241,30 +247,39 @@ class Trainer:
         """This worker's stage; its parameters have their names in the whole model."""
         return self.pipeline.module
 
-    @renamed_arguments(steps="max_steps=")
-    def fit(self, *, max_steps: int, overwrite: bool = False) -> FitResult:
+    @renamed_arguments(steps="max_steps=", loggers="callbacks=")
+    def fit(
+        self,
+        *,
+        max_steps: int,
+        callbacks: Sequence[Callback | Callable[[StepInfo], object] | Logger] = (),
+        on_nan: str = "warn",
+        progress: bool = True,
+        overwrite: bool = False,
+    ) -> FitResult:
         """Train until `max_steps` global steps are done, counted from the start of training.
+
+        `callbacks` get the StepInfo of every step, on all workers, and may return `STOP`; loggers
+        among them get metrics, in the first process, which also shows `progress`. If a loss or
+        gradients are not finite, `on_nan` warns, skips the update of that step, or stops with an
+        error.
 
         On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process. A run
         folder with checkpoints is refused without `restore()`; `overwrite` moves them aside.
         """
+        arguments = locals()  # nothing else yet
         self._check_between_fits("fit()")
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
         store, members = self._context.store, self._context.members
-        settings = {"max_steps": max_steps, "overwrite": overwrite}
+        config = FitConfig(**{field.name: arguments[field.name] for field in fields(FitConfig)})
         fix = "call fit with the same arguments in all processes"
-        store.check_consistent(f"fit {self._num_fits}", settings, members, fix=fix)
+        store.check_consistent(f"fit {self._num_fits}", config.must_match, members, fix=fix)
         store.delete(f"fit {self._num_fits - 1}", members)  # all have read it, or would not be here
-        if not isinstance(max_steps, int) or max_steps < 0:
-            raise LaunchError(
-                f"fit(max_steps={max_steps!r})",
-                expected="the total, 0 or more",
-                fix="fit(max_steps=1000)",
-            )
         name = f"{self._membership.name}/fit {self._num_fits}"
-        fit_loop = FitLoop(name, self._context, self._progress, max_steps)
+        loggers = self._loggers_of(config)
+        fit_loop = FitLoop(name, self._context, self._progress, config, loggers)
         num_used = self._progress.sampler_state.num_used
         if max_steps > self.global_step:
             self._begin_run("fit()", overwrite=overwrite)
@@ -300,7 +315,7 @@ class Trainer:
             order.num_samples,
             max(1, self._global_batch.size // self.plan.num_pipelines),
         )
-        with self._config.precision(self.pipeline.device):
+        with self._config.device.precision(self.pipeline.device):
             return evaluate(self.pipeline, self._make_loader(dataset, order), dispatcher)
 
     def save(self) -> None:
@@ -338,10 +353,10 @@ class Trainer:
             if manifest.is_finite is False and self.worker == LEADER:
                 warnings.warn(f"the weights of {path} are not finite", stacklevel=2)
             dataset_state = progress.restore(manifest)
-            has_schedule = self._config.lr_scheduler_fn is not None
+            has_schedule = self._config.lr_schedule is not None
             if has_schedule != (progress.lr_state is not None) and self.worker == LEADER:
                 _logger.warning(
-                    "the checkpoint of step %d was saved %s lr_scheduler_fn, and this Trainer has "
+                    "the checkpoint of step %d was saved %s lr_schedule, and this Trainer has "
                     "%s: learning rates do not continue as before",
                     manifest.step,
                     *(("without an", "one") if has_schedule else ("with an", "none")),
@@ -395,10 +410,12 @@ class Trainer:
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
             part,
-            loss_fn=LossFunction(config.loss_fn, counts_labels=True),
+            loss_fn=LossFunction(
+                config.loss_fn or (lambda output, target: output), counts_labels=True
+            ),
             microbatch_sizes=[self._global_batch.microbatch_size],
             schedule=config.schedule,
-            memory_limit=config.memory_limit,
+            memory_limit=config.device.memory_limit,
             process_group=group,
             timeout=config.timeout,
             device=device,
@@ -460,18 +477,20 @@ class Trainer:
             self._lock = lock_run_dir(run_dir, store, self._membership.members)
             self._log = EventLog(worker_log(run_dir, self.worker), self.worker)
 
-    def _make_loggers(self) -> list[Logger]:
-        """Return the loggers of the leader; a run folder has metrics.jsonl, too."""
+    def _loggers_of(self, config: FitConfig) -> list[Logger]:
+        """Return the loggers of a fit, on the leader; a run folder has metrics.jsonl, too."""
         if self.worker != LEADER:
             return []
-        run_dir = self._config.run_dir
-        own = [] if run_dir is None else [JsonLines(run_dir / METRICS)]
-        return [*own, *self._config.loggers]
+        if self._config.run_dir is not None and not self._loggers:
+            self._loggers.append(JsonLines(self._config.run_dir / METRICS))
+        own = self._loggers[: self._config.run_dir is not None]
+        self._loggers += [each for each in config.loggers if each not in self._loggers]
+        return [*own, *config.loggers]
 
     def _close_metrics(self) -> None:
         for gather in self._context.metric_gathers.values():
             gather.close()
-        for logger in self._context.loggers:
+        for logger in self._loggers:
             logger.close()
 
     def _close_files(self) -> None:
@@ -599,7 +618,7 @@ class Trainer:
         return SampleLoader(
             dataset,
             order,
-            self._config.data.collate_fn,
+            self._config.collate_fn,
             seed=self._config.data.seed,
             has_fingerprints=self.pipeline.num_stages > 1,
             workers=self._config.data.workers,
@@ -609,3 +628,12 @@ class Trainer:
         if self._checkpointer is None:
             raise no_run_dir("a checkpoint")
         return self._checkpointer
+
+
+def _missing(name: str) -> LaunchError:
+    example = {"optimizer_fn": "pr.adamw(lr=3e-4)", "dataset": "tokenized"}[name]
+    return LaunchError(
+        f"a Trainer without {name}",
+        expected=f"{name}, which has no default",
+        fix=f"Trainer(model, {name}={example}, ...)",
+    )
