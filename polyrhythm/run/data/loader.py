@@ -64,6 +64,7 @@ _logger = logging.getLogger(__name__)
 Collate = Callable[[list[Any]], Any]
 PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or a future of them; () for none
 _LABELS = ("labels", "label", "label_ids")  # the target in a batch by name
+_SPAN = ("start_positions", "end_positions")  # the target of question answering
 _NUM_SUMS, _NUM_ELEMENTS = 16, 7  # of a fingerprint; elements of each tensor
 _MAX_SUMMED = 4096  # elements of a tensor that its mean is over
 _TOLERANCE = 1e-3  # far above rounding, far below a random draw
@@ -265,6 +266,9 @@ def inputs_and_target(batch: Any, where: str) -> tuple[Any, Any]:
         label = next((key for key in _LABELS if named.get(key) is not None), None)
         if label is not None:
             return {key: value for key, value in named.items() if key != label}, named[label]
+        if all(key in named for key in _SPAN):
+            target = {key: named.pop(key) for key in _SPAN}
+            return named, target
         raise DataError(
             f"the batch of {where} has no labels, but {', '.join(map(repr, named)) or 'nothing'}",
             expected="the target of the loss under the name `labels` or `label`",

@@ -7,7 +7,7 @@ tensors that autograd saves, once for every kind of micro-batch.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -23,7 +23,13 @@ from polyrhythm.errors import ScheduleError
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import ClockOffset
 from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
-from polyrhythm.run.pipeline.loss import NOT_COUNTED, AuxiliaryLosses, Count, LossFunction
+from polyrhythm.run.pipeline.loss import (
+    NOT_COUNTED,
+    AuxiliaryLosses,
+    Count,
+    LossFunction,
+    labels_of,
+)
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
 from polyrhythm.run.random_streams import RandomStreams
@@ -181,6 +187,7 @@ class Executor:
     connections: Connections | None
     log: EventLog | None
     streams: RandomStreams | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # keywords of the module
     clock_offsets: dict[str, ClockOffset] = field(default_factory=dict)  # by neighbour
     _transfers: deque[tuple[str, Transfer]] = field(default_factory=_LATEST, init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
@@ -235,7 +242,7 @@ class Executor:
         )
         auxiliary = AuxiliaryLosses()
         inputs = self._inputs(action, batch, auxiliary)
-        keywords = self._to_device(batch.keywords[m - batch.first], batch)
+        keywords = self.defaults | self._to_device(batch.keywords[m - batch.first], batch)
         arguments: Sequence[Any] = inputs
         if (named := self.wiring.named_inputs) is not None:
             arguments, keywords = (), named.bind(inputs, keywords, self.stage.stage)
@@ -244,7 +251,13 @@ class Executor:
         with auxiliary if training else nullcontext():  # evaluation leaves them out
             if self.stage.is_last:
                 finish = partial(self._compute_loss, m, batch, auxiliary)
-                outputs = self.stage.forward(kind, arguments, keywords, finish)
+                recorded: AbstractContextManager[None] = nullcontext()
+                loss_fn, target = self.stage.loss_fn, batch.targets[m - batch.first]
+                if loss_fn is not None and loss_fn.function is None and target is not None:
+                    keywords = keywords | labels_of(self._to_device(target, batch))
+                    recorded = loss_fn.recorded()
+                with recorded:
+                    outputs = self.stage.forward(kind, arguments, keywords, finish)
             else:
                 returned = self.stage.forward(kind, arguments, keywords)
         if not self.stage.is_last:
@@ -374,9 +387,11 @@ class Executor:
         number = microbatch - batch.first
         if self.stage.loss_fn is None or batch.targets[number] is None:
             return ()
-        target = self._to_device(batch.targets[number], batch)
-        if self.streams is not None:
-            self.streams.begin_loss()
+        target = None
+        if self.stage.loss_fn.function is not None:  # otherwise the model has computed it
+            target = self._to_device(batch.targets[number], batch)
+            if self.streams is not None:
+                self.streams.begin_loss()
         loss = self.stage.loss_fn(
             returned,
             target,

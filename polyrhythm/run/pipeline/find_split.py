@@ -10,7 +10,6 @@ The forward is a real one: a few tokens cost far less than a step, and models wi
 masks that depend on data run, too. Only attributes of transformers' models are read.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.pipeline.stage_modules import first_parameter, first_tensor
+from polyrhythm.run.pipeline.stage_modules import first_parameter, first_tensor, without_cache
 
 Example = tuple[Sequence[Any], Mapping[str, Any]]  # args and kwargs of the model's forward
 
@@ -81,12 +80,6 @@ def _find(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
             output = model(*args, **kwargs)
         flow.end(output)
     return _assign(model, layers, trace, flow)
-
-
-def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Add use_cache=False where a model takes it: layers would fill a cache that outlives them."""
-    takes_it = "use_cache" in inspect.signature(model.forward).parameters
-    return {**kwargs, "use_cache": False} if takes_it else dict(kwargs)
 
 
 def _planned_layers(model: nn.Module) -> str | None:

@@ -11,11 +11,13 @@ graph of any tensor that it returns. Its gradient has the weight of its micro-ba
 known when the backward starts, on every stage.
 """
 
+import functools
 import logging
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -145,10 +147,14 @@ class LossFunction:
     of cross_entropy or nll_loss, with reduction="mean" if there is one; without such a call the
     integer labels of the target other than -100; without those, or with several calls, samples.
     Where that is a guess which may be wrong, it warns once.
+
+    Without a function the model computes the loss itself, as those of Hugging Face do: its forward
+    takes the target as labels, and runs in `recorded()`.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | None
     counts_labels: bool = False
+    _recorded: "list[_Reduction]" = field(default_factory=list, init=False)  # in the forward
     _returned: dict[bool, str] = field(default_factory=dict, init=False)  # by training or not
     _ignore_index: int = field(default=IGNORE_INDEX, init=False)  # of the latest call
     _labels_per_sample: tuple[float, ...] = field(default=(), init=False)  # of calls, or a target
@@ -165,18 +171,23 @@ class LossFunction:
         host_target: Any = None,
     ) -> MicrobatchLoss:
         """`host_target`: the target before its copy to a GPU, where counting would wait for it."""
-        calls = _Reductions() if self.counts_labels else None
-        with nullcontext() if calls is None else calls:
-            returned = self.function(output, target, **loss_kwargs)
+        if self.function is None:
+            calls = self._recorded
+            returned: Any = loss_of(output)
+        else:
+            reductions = _Reductions()
+            with reductions if self.counts_labels else nullcontext():
+                returned = self.function(logits_of(output), target, **loss_kwargs)
+            calls = reductions.found
         if isinstance(returned, tuple | list):
             what, loss = _PAIR, MicrobatchLoss(*_checked_pair(returned), is_sum=True)
-            _check_is_sum(loss.value, () if calls is None else calls.found)
-        elif calls is None:
+            _check_is_sum(loss.value, calls)
+        elif not self.counts_labels:
             what, loss = _MEAN, MicrobatchLoss(_checked_scalar(returned))
         else:
             known = target if host_target is None else host_target
             value = _checked_scalar(returned)
-            what, count = self._count(calls.found, value, known, num_samples)
+            what, count = self._count(calls, value, known, num_samples)
             loss = MicrobatchLoss(value, count)
             if not _may_be_positive(count):  # losses often return 0 early, without a label
                 return loss
@@ -188,6 +199,29 @@ class LossFunction:
                 fix="return (sum, count) for every micro-batch",
             )
         return loss
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Find the losses over labels that the model's own forward computes, in this context.
+
+        Replaces functions of torch.nn.functional meanwhile: a TorchFunctionMode costs 10 us for
+        each of the hundreds of functions that a forward calls.
+        """
+        self._recorded = found = list[_Reduction]()
+        thread = threading.get_ident()
+        before = _recorders.get(thread)
+        _recorders[thread] = found
+        for name, replacement in _RECORDING.items():
+            setattr(functional, name, replacement)
+        try:
+            yield
+        finally:
+            for name, replacement in _RECORDING.items():
+                setattr(functional, name, replacement.__wrapped__)
+            if before is None:
+                del _recorders[thread]
+            else:
+                _recorders[thread] = before
 
     def _count(
         self, calls: "list[_Reduction]", value: Tensor, target: Any, num_samples: int
@@ -253,6 +287,31 @@ class LossFunction:
             "one process on the whole batch",
             stacklevel=2,
         )
+
+
+def labels_of(target: Any) -> dict[str, Any]:
+    """Return the target as keywords of a model that computes its loss itself."""
+    return dict(target) if isinstance(target, Mapping) else {"labels": target}
+
+
+def logits_of(output: Any) -> Any:
+    """Return the logits of a ModelOutput, which later stages return, too; others unchanged."""
+    return output["logits"] if isinstance(output, Mapping) and "logits" in output else output
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in the output of a model that was given labels."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(output, tuple | list):
+        scalars = [x for x in output if isinstance(x, Tensor) and not x.dim()]
+        found = scalars[0] if len(scalars) == 1 else None
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found.reshape(())
+    raise ScheduleError(
+        f"the model was given labels, and returned a {type(output).__name__} without a loss",
+        expected="`loss`, a scalar, in its output, since there is no loss_fn",
+        fix="pass loss_fn=..., or return the loss, as models of transformers do",
+    )
 
 
 def _checked_scalar(value: Any) -> Tensor:
@@ -392,15 +451,20 @@ def _linear_cross_entropy(
     return _Reduction(reduction, result, target, num_predictions, weight, ignored)
 
 
+_READERS: dict[str, Callable[..., _Reduction | None]] = {
+    "cross_entropy": _cross_entropy,
+    "nll_loss": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,  # not before torch 2.13
+}
+
+
 class _Reductions(TorchFunctionMode):
     """Finds the losses over labels that run in its context."""
 
     _READERS: ClassVar[dict[Any, Callable[..., _Reduction | None]]] = {
-        functional.cross_entropy: _cross_entropy,
-        functional.nll_loss: _cross_entropy,
-        getattr(
-            functional, "linear_cross_entropy", None
-        ): _linear_cross_entropy,  # not before torch 2.13
+        getattr(functional, name): reader
+        for name, reader in _READERS.items()
+        if hasattr(functional, name)
     }
 
     def __init__(self) -> None:
@@ -415,6 +479,29 @@ class _Reductions(TorchFunctionMode):
         if reader is not None and (found := reader(result, *args, **(kwargs or {}))) is not None:
             self.found.append(found)
         return result
+
+
+_recorders: dict[int, list[_Reduction]] = {}  # of LossFunction.recorded, by thread
+
+
+def _recording(function: Callable[..., Any], reader: Callable[..., _Reduction | None]) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        calls = _recorders.get(threading.get_ident())
+        if calls is not None and (found := reader(result, *args, **kwargs)) is not None:
+            calls.append(found)
+        return result
+
+    return call
+
+
+# Made once: torch.compile would compile again for each new function.
+_RECORDING = {
+    name: _recording(getattr(functional, name), reader)
+    for name, reader in _READERS.items()
+    if hasattr(functional, name)
+}
 
 
 class AuxiliaryLosses:

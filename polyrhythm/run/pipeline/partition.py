@@ -682,15 +682,26 @@ class LayerSplit:
         """
         if self.layers is not None or isinstance(model, nn.Sequential):
             return self
-        if model not in _found_splits:
+        known = _found_splits.get(model)
+        if isinstance(known, LayerSplit):
+            return known
+        if known is None or example is not None:
             if self.prologue or self.every or self.epilogue:
                 raise PlanError(
                     "a split with `prologue`, `every` or `epilogue`, and no `layers`",
                     expected="all parts named, or none",
                     fix='add the list, as in layers="model.layers", or use LayerSplit()',
                 )
-            _found_splits[model] = LayerSplit(**asdict(find_split(model, example)))
-        return _found_splits[model]
+            try:
+                known = LayerSplit(**asdict(find_split(model, example)))
+            except PlanError as error:  # its traceback would keep the model alive
+                known = PlanError(error.wrong, expected=error.expected, fix=error.fix)
+                _found_splits[model] = known
+                raise
+            _found_splits[model] = known
+        if isinstance(known, PlanError):
+            raise PlanError(known.wrong, expected=known.expected, fix=known.fix)
+        return known
 
     def num_layers(self, model: nn.Module) -> int:
         """Return the number of layers to split between; 1 for a model that cannot be split."""
@@ -772,7 +783,8 @@ class LayerSplit:
         return replace(partition, layers=_streamed(layer_list, layer_list, own))
 
 
-_found_splits: "WeakKeyDictionary[nn.Module, LayerSplit]" = WeakKeyDictionary()
+# Or why there is none.
+_found_splits: "WeakKeyDictionary[nn.Module, LayerSplit | PlanError]" = WeakKeyDictionary()
 
 
 def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -66,6 +66,8 @@ from polyrhythm.run.pipeline.stage_modules import (
     call_after_earlier_layers,
     check_keywords,
     keywords_for_all,
+    let_compute_loss,
+    without_cache,
 )
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
 from polyrhythm.run.random_streams import RandomStreams, may_draw
@@ -172,6 +174,8 @@ class Pipeline:
         )
         if loss_fn is not None and not isinstance(loss_fn, LossFunction):
             loss_fn = LossFunction(loss_fn)
+        if isinstance(loss_fn, LossFunction) and loss_fn.function is None:
+            let_compute_loss(self.module)
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self.loss_counts: list[Count] = []  # labels or samples of each loss of the latest batch
         self._failure: str | None = None  # why a step or eval has failed
@@ -234,6 +238,7 @@ class Pipeline:
             wiring=partition.wiring,
             connections=self._connections,
             log=self.log,
+            defaults=without_cache(self.module, {}),
         )
         if self.log is not None and self._connections is not None:
             executor.clock_offsets = measure_offsets(self._connections)

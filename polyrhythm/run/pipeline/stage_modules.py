@@ -109,6 +109,7 @@ class StageForward:
     substituted: bool = False  # the first own layer was called with another tensor than `hidden`
     verified: bool = False
     after_layer: Callable[[int], None] = lambda index: None  # called for layers of earlier stages
+    has_labels: bool = False  # the model computes its loss
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_called = 0
@@ -121,7 +122,7 @@ class StageForward:
         ):
             missing = self.own_layers.start if self.is_last else self.own_layers.stop
             raise _call_order_error(f"the forward ended without a call of layer {missing}")
-        return first_tensor(output)
+        return output if self.has_labels else first_tensor(output)
 
     def record_call(self, index: int | str) -> None:
         if index != self.num_called:
@@ -274,7 +275,7 @@ class _StageModel(_StageRole):
             returned = stage_forward.run(super().__call__, args, kwargs)
         finally:
             stage_forward.hidden = None
-        stage_forward.verify(hidden, returned)
+        stage_forward.verify(hidden, first_tensor(returned))
         return returned
 
 
@@ -282,6 +283,12 @@ def call_after_earlier_layers(module: nn.Module, function: Callable[[int], None]
     """Call `function` with the index of each earlier stage's layer when the model passes it."""
     if isinstance(module, _StageModel):
         module._stage_forward.after_layer = function
+
+
+def let_compute_loss(module: nn.Module) -> None:
+    """Let the last stage return the model's whole output, with the loss from its labels."""
+    if isinstance(module, _StageModel):
+        module._stage_forward.has_labels = True
 
 
 def keywords_for_all(
@@ -312,6 +319,25 @@ def check_keywords(
             "model's forward",
             fix=f"pass {text} by name in every process, as in step({missing[0]}=...)",
         )
+
+
+def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the forward of the whole model."""
+    if isinstance(module, _StageModel):
+        return module._stage_forward.parameters
+    try:
+        return inspect.signature(module.forward).parameters
+    except ValueError:  # a forward that is not written in Python
+        return {}
+
+
+def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Add use_cache=False where a model takes it: layers would fill a cache that outlives them.
+
+    And with a cache, models of transformers do not see from `position_ids` where texts are packed.
+    """
+    takes_it = "use_cache" in forward_parameters(model)
+    return {"use_cache": False, **kwargs} if takes_it else dict(kwargs)
 
 
 def _positional(parameters: Mapping[str, inspect.Parameter]) -> list[str]:

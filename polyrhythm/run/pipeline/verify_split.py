@@ -6,15 +6,23 @@ starts, so no run trains a model other than the one it was given.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import PlanError
-from polyrhythm.run.pipeline.find_split import Example, unchanged, without_cache
+from polyrhythm.run.pipeline.find_split import Example, unchanged
+from polyrhythm.run.pipeline.loss import logits_of, loss_of
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition
-from polyrhythm.run.pipeline.stage_modules import first_tensor, later_stage_keywords
+from polyrhythm.run.pipeline.stage_modules import (
+    first_tensor,
+    later_stage_keywords,
+    let_compute_loss,
+    without_cache,
+)
 
 _FIX = "name the parts, split=LayerSplit(layers=..., prologue=[...], every=[...], epilogue=[...]), "
 _FIX += "or use one stage and several pipelines"
@@ -23,9 +31,15 @@ _NEGLIGIBLE = 1e-6  # some gradients are rounding errors of 0: those of biases o
 
 
 def verify_split(
-    model: nn.Module, split: LayerSplit, layers_per_stage: Sequence[int], example: Example
+    model: nn.Module,
+    split: LayerSplit,
+    layers_per_stage: Sequence[int],
+    example: Example,
+    labels: Mapping[str, Any] = MappingProxyType({}),
 ) -> float:
     """Compare output and gradients of all stages with the whole model; return the difference.
+
+    With `labels`, which the last stage is given, the model's own loss is compared, too.
 
     The difference is relative to the largest value of each tensor. A PlanError says what differs.
     Costs two forwards and two backwards of the whole model on the example, wherever the model is,
@@ -39,9 +53,10 @@ def verify_split(
         model.eval()
         parts = [split.extract_stage(model, s, layers_per_stage) for s in range(num_stages)]
         torch.manual_seed(0)
-        output, gradients = _of_whole(model, args, without_cache(model, kwargs))
+        keywords = without_cache(model, {**kwargs, **labels})
+        output, gradients = _of_whole(model, args, keywords, has_loss=bool(labels))
         try:
-            found, found_gradients = _of_stages(parts, args, kwargs, like=output)
+            found, found_gradients = _of_stages(parts, args, kwargs, labels)
         except PlanError:
             raise
         except Exception as error:  # layers that miss what another stage has may raise anything
@@ -59,11 +74,21 @@ def _weight_like(output: Tensor) -> Tensor:
 
 
 def _of_whole(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_loss: bool
 ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-    output = first_tensor(model(*args, **kwargs))
+    output = _compared(model(*args, **kwargs), has_loss)
     parameters = [p for p in model.parameters() if p.requires_grad]
     return output.detach(), _gradients(output, parameters, _weight_like(output))
+
+
+def _compared(output: Any, has_loss: bool) -> Tensor:
+    """Return the logits, or the first output, and with labels also the loss, as one tensor."""
+    if not has_loss:
+        return first_tensor(output)
+    loss, logits = loss_of(output).nan_to_num().reshape(1), logits_of(output)
+    leaves = pytree.tree_leaves(logits)
+    found = [x for x in leaves if isinstance(x, Tensor) and x.dim() and x.is_floating_point()]
+    return torch.cat([*(x.flatten() for x in found[:1]), loss])
 
 
 def _gradients(output: Tensor, inputs: Sequence[Tensor], weight: Tensor) -> dict[Any, Tensor]:
@@ -75,22 +100,30 @@ def _gradients(output: Tensor, inputs: Sequence[Tensor], weight: Tensor) -> dict
 
 
 def _of_stages(
-    parts: Sequence[ModelPartition], args: Sequence[Any], kwargs: Mapping[str, Any], like: Tensor
+    parts: Sequence[ModelPartition],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    labels: Mapping[str, Any],
 ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
     """Run the stages; their gradients are summed where several hold a parameter."""
+    if labels:
+        let_compute_loss(parts[-1].module)
     inputs: list[list[Tensor]] = []
     outputs: list[Tensor] = []
     given, keywords = tuple(args), dict(kwargs)
     for stage, part in enumerate(parts):
         torch.manual_seed(0)
         inputs.append([x for x in given if stage])
-        output = part.module(*given, **keywords)
+        if stage == len(parts) - 1:
+            output = _compared(part.module(*given, **keywords, **labels), bool(labels))
+        else:
+            output = part.module(*given, **keywords)
         outputs.append(output)
         if stage == 0:
             keywords = later_stage_keywords(part.module, args, kwargs)
         given = (output.detach().requires_grad_(),)
     total: dict[nn.Parameter, Tensor] = {}
-    weight = _weight_like(like)
+    weight = _weight_like(outputs[-1])
     for stage, part in reversed(list(enumerate(parts))):
         parameters = [p for p in part.module.parameters() if p.requires_grad]
         found = _gradients(outputs[stage], [*parameters, *inputs[stage]], weight)

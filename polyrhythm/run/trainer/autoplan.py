@@ -43,12 +43,12 @@ from polyrhythm.plan.partition import StageMemoryLimit, partition_within_memory
 from polyrhythm.plan.plan import PLAN_VARIABLE, PipelinePlan, Plan, Sources, even_plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.data.loader import SampleLoader, as_arguments
-from polyrhythm.run.data.reader import make_order
+from polyrhythm.run.data.loader import as_arguments
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
 from polyrhythm.run.profile.profile import ProfiledModel, measure_layers, split_layers_by_name
+from polyrhythm.run.trainer.check_model import first_samples
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import JobProcesses, machine_name
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
@@ -494,7 +494,7 @@ def profile_layers(
     DataError and PlanError.
     """
     with preserve_rng_state(device):
-        inputs = _first_inputs(config, dataset, max(sizes))
+        inputs = first_samples(config, dataset, max(sizes)).inputs
         arguments, keywords = as_arguments(inputs)
         layers = split_layers_by_name(config.split, _deepcopy_model(model), tuple(keywords))
         example = (*arguments, *keywords.values())
@@ -518,10 +518,20 @@ def profile_layers(
 
 
 def layer_blocks(split: LayerSplit, model: nn.Module) -> tuple[int, ...]:
-    """Return the sizes of blocks of layers that no stage may split: a stage needs parameters."""
-    if split.layers is not None or not isinstance(model, nn.Sequential):
-        return (1,) * split.num_layers(model)
+    """Return the sizes of blocks of layers that no stage may split.
+
+    A stage needs parameters; layers that share more than the hidden state stay together.
+    """
     counts: list[int] = []
+    if split.layers is not None or not isinstance(model, nn.Sequential):
+        num_layers = split.num_layers(model)
+        together = split.found(model).together if num_layers > 1 else ()
+        for index in range(num_layers):
+            if any(first < index <= last for first, last in together):
+                counts[-1] += 1
+            else:
+                counts.append(1)
+        return tuple(counts)
     has_parameters = False  # in the last block
     for layer in model._modules.values():
         is_trained = layer is not None and any(True for _ in layer.parameters())
@@ -555,13 +565,3 @@ def _deepcopy_model(model: nn.Module) -> nn.Module:
             expected="a model that copy.deepcopy can copy",
             fix="pass a plan: polyrhythm profile, then polyrhythm plan",
         ) from error
-
-
-def _first_inputs(config: TrainerConfig, dataset: Any, num_samples: int) -> Any:
-    order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
-    samples = SampleLoader(dataset, order, config.collate_fn, seed=config.data.seed)
-    try:
-        return samples.load(((0, num_samples),)).inputs
-    finally:
-        if (start := samples.state_at(0)) is not None:  # an iterable dataset: rewind it
-            dataset.load_state_dict(start.state)

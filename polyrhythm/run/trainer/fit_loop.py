@@ -38,6 +38,7 @@ from polyrhythm.run.data.reader import DatasetState
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.trainer.check_model import check_input_names
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import FitConfig, TrainerConfig
 from polyrhythm.run.trainer.metrics import (
@@ -312,6 +313,7 @@ class FitLoop:
         self.is_stopped = False  # by a preemption notice
         self.is_stopping = False  # in lockstep, by a callback: no worker starts another step
         self.problem = ""  # why the fit ends with an error
+        self.has_checked_inputs = False  # on first stages, by the first batch
         self.peak_memory = PeakMemory(context.pipeline.device)
         self.display: FitProgress | None = None
 
@@ -671,6 +673,9 @@ class Phase:
         microbatches, metadata = self._fit.stage_loader.of_slice(
             batch_slice, self.sampler.peek(), self.sampler.peek_ahead
         )
+        if not self._fit.has_checked_inputs:
+            check_input_names(pipeline.module, microbatches[0])
+            self._fit.has_checked_inputs = True
         self._num_tokens = count_tokens(microbatches)
         pipeline.run_microbatches(microbatches, training=True, losses=losses, metadata=metadata)
         return batch_slice

@@ -43,6 +43,7 @@ from polyrhythm.run.pipeline.loss import LossFunction
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition, build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.autoplan import choose_global_batch, choose_plan, choose_shares
+from polyrhythm.run.trainer.check_model import check_loss, check_stages, find_split
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import (
     CheckpointConfig,
@@ -175,7 +176,7 @@ class Trainer:
         if not isinstance(device, DeviceConfig):
             arguments["device"] = DeviceConfig(device)
         arguments["run_dir"] = None if run_dir is None else Path(run_dir)
-        if optimizer_fn is None or dataset is None or loss_fn is None:
+        if optimizer_fn is None or dataset is None:
             raise _missing("optimizer_fn" if optimizer_fn is None else "dataset")
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
@@ -187,7 +188,9 @@ class Trainer:
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
+        check_loss(config, whole)
         processes = JobProcesses(timeout)
+        find_split(config, whole, dataset, processes.num_processes)
         self.plan = choose_plan(config, whole, dataset, processes)
         self._global_batch = choose_global_batch(config, self.plan)
         shares = choose_shares(self.plan, self._global_batch)
@@ -195,6 +198,8 @@ class Trainer:
         self._membership = membership = join_job(self.plan, processes)
         store, members = membership.job_store("training"), membership.members
         store.check_consistent("settings", config.must_match(order), members)
+        check = partial(check_stages, config, whole, dataset, self.plan.layers_per_stage)
+        store.run_on_leader("the comparison of stages", check, members)
         self._check_sync(store)
         self._open_files(store)
         torch_device = membership.device(config.device.name)
@@ -410,9 +415,7 @@ class Trainer:
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
             part,
-            loss_fn=LossFunction(
-                config.loss_fn or (lambda output, target: output), counts_labels=True
-            ),
+            loss_fn=LossFunction(config.loss_fn, counts_labels=True),
             microbatch_sizes=[self._global_batch.microbatch_size],
             schedule=config.schedule,
             memory_limit=config.device.memory_limit,

@@ -1,0 +1,137 @@
+"""Before training: the model takes its inputs, computes a loss, and its stages are the whole model.
+
+A model that is split into stages is compared with itself, whole, on the first samples of the
+dataset: outputs, own loss and gradients. Rank 0 does so, and the others wait.
+"""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from polyrhythm.errors import LaunchError, PlanError
+from polyrhythm.run.data.loader import CollatedSamples, SampleLoader, as_arguments
+from polyrhythm.run.data.order import DataError
+from polyrhythm.run.data.reader import make_order
+from polyrhythm.run.machine import usable_memory
+from polyrhythm.run.pipeline.batch import Microbatch
+from polyrhythm.run.pipeline.loss import labels_of
+from polyrhythm.run.pipeline.stage_modules import forward_parameters
+from polyrhythm.run.pipeline.verify_split import verify_split
+from polyrhythm.run.random_streams import may_draw
+from polyrhythm.run.trainer.config import TrainerConfig
+
+_logger = logging.getLogger(__name__)
+
+_NUM_SAMPLES = 2  # of an example
+_MAX_TOKENS = 64  # of each: a long text shows nothing more, and a large model runs on a CPU here
+_LABELS = ("labels", "start_positions")  # arguments of models that compute their loss
+_COPIES = 4  # weights, and gradients of both sides
+
+
+def check_loss(config: TrainerConfig, model: nn.Module) -> None:
+    """Refuse a model that cannot compute its loss, if there is no loss_fn."""
+    if config.loss_fn is not None:
+        return
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if takes_any or any(parameter.name in _LABELS for parameter in parameters):
+        return
+    raise LaunchError(
+        f"no loss_fn, and {type(model).__name__}.forward takes no `labels`",
+        expected="a loss_fn, or a model that computes its loss from labels, as those of "
+        "transformers with a head do",
+        fix="pass loss_fn=torch.nn.functional.cross_entropy, for example, or use "
+        "AutoModelForCausalLM, AutoModelForSequenceClassification, ...",
+    )
+
+
+def check_input_names(module: nn.Module, microbatch: Microbatch) -> None:
+    """Refuse inputs by name that the model's forward does not take, or would ignore."""
+    parameters = forward_parameters(module)
+    known = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            kinds = get_args(parameter.annotation) or _options_of(module)
+            if not kinds:
+                return  # it may take anything
+            known |= {name for kind in kinds for name in kind.__annotations__}
+    if unknown := [name for name in microbatch.kwargs if name not in known]:
+        names = ", ".join(unknown)
+        raise DataError(
+            f"inputs that {type(module).__name__}.forward does not take: {names}",
+            expected=f"names among its arguments: {', '.join(parameters)}",
+            fix=f"remove them: dataset.remove_columns({unknown}), or in a collate_fn",
+        )
+
+
+def _options_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return what models of transformers take by **kwargs; nothing of others."""
+    if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        return ()
+    return (importlib.import_module("transformers.utils.generic").TransformersKwargs,)
+
+
+def find_split(config: TrainerConfig, model: nn.Module, dataset: Any, num_processes: int) -> None:
+    """Find the split of a model that may need one; `config.split.found` remembers it, or why not.
+
+    One process needs it for the seeds of dropout, which layers have of their own.
+    """
+    if isinstance(model, nn.Sequential) or (num_processes == 1 and not may_draw(model)):
+        return
+    try:
+        config.split.found(model)  # on an example of its config
+    except PlanError:
+        args, kwargs, _ = _example(first_samples(config, dataset, _NUM_SAMPLES))
+        try:
+            config.split.found(model, (args, kwargs))
+        except PlanError as error:
+            _logger.debug("no split of the model: %s", error)
+
+
+def check_stages(
+    config: TrainerConfig, model: nn.Module, dataset: Any, layers_per_stage: Sequence[int]
+) -> None:
+    """Compare all stages with the whole model; a PlanError says what differs."""
+    if len(layers_per_stage) == 1 or isinstance(model, nn.Sequential):
+        return
+    needed = _COPIES * sum(parameter.nbytes for parameter in model.parameters())
+    if needed > usable_memory() // 2:
+        _logger.warning(
+            "the stages are not compared with the whole model, which is too large for this machine"
+        )
+        return
+    args, kwargs, target = _example(first_samples(config, dataset, _NUM_SAMPLES))
+    labels = {} if config.loss_fn is not None or target is None else labels_of(target)
+    verify_split(model, config.split, layers_per_stage, (args, kwargs), labels)
+
+
+def first_samples(config: TrainerConfig, dataset: Any, num_samples: int) -> CollatedSamples:
+    """Return the first samples, collated; an iterable dataset is rewound."""
+    order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
+    samples = SampleLoader(dataset, order, config.collate_fn, seed=config.data.seed)
+    try:
+        return samples.load(((0, num_samples),))
+    finally:
+        if (start := samples.state_at(0)) is not None:
+            dataset.load_state_dict(start.state)
+
+
+def _example(samples: CollatedSamples) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return arguments, keywords and target; of texts, the first tokens."""
+    args, kwargs = as_arguments(samples.inputs)
+    found: tuple[tuple[Any, ...], dict[str, Any], Any] = (args, kwargs, samples.target)
+    tensors = [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
+    ids = next((x for x in tensors if x.dim() == 2 and x.dtype == torch.int64), None)
+    if ids is None or ids.shape[1] <= _MAX_TOKENS:
+        return found
+    if any(x.dim() > 1 and x.shape[:2] != ids.shape for x in tensors):
+        return found
+    cut = pytree.tree_map_only(Tensor, lambda x: x[:, :_MAX_TOKENS] if x.dim() > 1 else x, found)
+    assert isinstance(cut, tuple), "of the same structure"
+    return cut
