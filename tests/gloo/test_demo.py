@@ -51,6 +51,7 @@ def test_demo_learns_and_writes_run_folder(tmp_path: Path) -> None:
         "config.toml",
         "events.jsonl",
         "lock",
+        "metrics.jsonl",
         "plan.json",
     ]
     assert tomllib.loads((folder / "config.toml").read_text())["width"] == 32

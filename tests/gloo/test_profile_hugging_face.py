@@ -1,6 +1,5 @@
 """Profiles of Hugging Face models: by factory and split, by type, and by folder."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,6 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.run.profile.hugging_face import HuggingFaceModel
 from polyrhythm.run.profile.profile import count_profile, measure_profile
 
-needs_find_split = pytest.mark.skipif(
-    find_spec("polyrhythm.run.pipeline.find_split") is None, reason="splits are not found yet"
-)
 TINY = "gpt2,n_layer=3,n_embd=16,n_head=2,vocab_size=50,bos_token_id=1,eos_token_id=1,sequence=8"
 FACTORY = """
 import torch
@@ -73,7 +69,6 @@ def test_invalid_factory_of_a_file_is_refused(factory: Path, name: str, message:
         measure_profile("nowhere.py:build")
 
 
-@needs_find_split
 def test_counted_layers_have_the_bytes_of_measured_ones() -> None:
     counted = count_profile(TINY, flops=1e12, sizes=(2, 1))
     measured = measure_profile(TINY, sizes=(2, 1), repeat=1, device="cpu")
@@ -114,9 +109,7 @@ def test_unusable_config_is_refused(source: str, message: str) -> None:
         HuggingFaceModel(source).build()
 
 
-@pytest.mark.parametrize(
-    "source", ["tiny_factory.py:plain", pytest.param(TINY, marks=needs_find_split)]
-)
+@pytest.mark.parametrize("source", ["tiny_factory.py:plain", pytest.param(TINY)])
 def test_plan_takes_a_model_and_writes_its_profile(
     factory: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:

@@ -28,7 +28,7 @@ trainer = pr.Trainer(
     checkpoint=pr.CheckpointConfig(every=4), timeout=30,
 )
 start = trainer.restore()
-trainer.fit(max_steps=int(sys.argv[2]))
+trainer.fit(progress=False, max_steps=int(sys.argv[2]))
 loss = trainer.evaluate(TensorDataset(inputs, inputs[:, :4]))
 print(f"{trainer.worker} from {start} to {trainer.global_step}: {loss:.6f}")
 """
@@ -156,7 +156,7 @@ trainer = pr.Trainer(
     torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), Data(), batch_size=16,
     timeout=20,
 )
-trainer.fit(max_steps=20)
+trainer.fit(progress=False, max_steps=20)
 """
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import LaunchError, PlanError, PolicyError, UserError, WorkerError
@@ -179,8 +179,12 @@ def test_unsplittable_model_error_tells_how_to_name_its_layers() -> None:
             super().__init__()
             self.inner = nn.Linear(8, 4)
 
-    with pytest.raises(PlanError, match="a plan for 5 layers, and a model with 1"):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    with pytest.raises(PlanError, match="Odd has no list of layers") as error:
         Trainer(Odd, mse_loss, torch.optim.SGD, samples(), batch_size=8, plan=plan_of(2, 1))
+    assert "split=LayerSplit(" in error.value.fix
 
 
 def test_stage_without_parameters_is_rejected() -> None:

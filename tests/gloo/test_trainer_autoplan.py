@@ -59,7 +59,10 @@ def config(**more: Any) -> TrainerConfig:
     """Return the arguments of a Trainer with its defaults."""
     names = {field.name for field in fields(TrainerConfig)}
     signature = inspect.signature(Trainer).parameters
-    options = {name: signature[name].default for name in names} | {"sync": SyncConfig()}
+    options = {name: signature[name].default for name in names} | {
+        "sync": SyncConfig(),
+        "device": DeviceConfig(),
+    }
     return TrainerConfig(**options | {"loss_fn": mse_loss, "optimizer_fn": SGD} | more)
 
 

@@ -348,15 +348,15 @@ def test_restore_warns_of_a_learning_rate_schedule_that_does_not_continue(
     tmp_path: Path, was_scheduled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def options(scheduled: bool) -> dict[str, Any]:
-        return {"run_dir": tmp_path} | ({} if scheduled else {"lr_scheduler_fn": None})
+        return {"run_dir": tmp_path} | ({} if scheduled else {"lr_schedule": None})
 
     with trainer(plan_of(1, 1), **options(was_scheduled)) as made:
         made.fit(max_steps=1)
         made.save()
     with trainer(plan_of(1, 1), **options(was_scheduled)) as made:
         assert made.restore() == 1
-    assert "lr_scheduler_fn" not in caplog.text
+    assert "lr_schedule" not in caplog.text
     with trainer(plan_of(1, 1), **options(not was_scheduled)) as made:
         assert made.restore() == 1
     saved = "saved with an" if was_scheduled else "saved without an"
-    assert f"{saved} lr_scheduler_fn, and this Trainer has" in caplog.text
+    assert f"{saved} lr_schedule, and this Trainer has" in caplog.text

@@ -96,15 +96,15 @@ def test_metrics_are_global_and_equal_on_all_workers(
 
 def test_tokens_are_counted_and_shown_for_integer_inputs(tmp_path: Path) -> None:
     tokens = torch.arange(48).reshape(12, 4) % 8
-    options: Any = {"batch_size": 6, "microbatch_size": 3, "progress": False}
     with Trainer(
         lambda: nn.Sequential(nn.Embedding(8, 8)),
         lambda logits, target: cross_entropy(logits.flatten(0, 1), target.flatten()),
         partial(torch.optim.SGD, lr=0.1),
         TensorDataset(tokens, tokens),
-        **options,
+        batch_size=6,
+        microbatch_size=3,
     ) as made:
-        [info] = made.fit(max_steps=1).steps
+        [info] = made.fit(max_steps=1, progress=False).steps
     assert (info.num_tokens, info.num_labels, info.num_samples) == (24, 24, 6)
     assert info.tokens_per_second == pytest.approx(4 * info.samples_per_second)
 

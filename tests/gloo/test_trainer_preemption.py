@@ -38,10 +38,10 @@ def run_until_preempted(
                 os.kill(os.getpid(), signal.SIGTERM)
                 is_sent = True
 
-        options = {"run_dir": folder / "run", "callbacks": (callback,), "sync": sync, **more}
+        options = {"run_dir": folder / "run", "sync": sync, **more}
         with trainer(plan, **options) as made:
             made.restore()
-            made.fit(max_steps=10_000)
+            made.fit(max_steps=10_000, callbacks=[callback])
 
     with LocalJob(work, plan.num_workers, output_folder=folder / "logs") as job:
         with pytest.raises(WorkerError) as raised:

@@ -111,11 +111,14 @@ def test_outstanding_samples_are_read_again_after_restore(tmp_path: Path) -> Non
     def train_with_checkpoints(ctx: DistContext | None) -> None:
         assert ctx is not None
         sleep_callback = SleepCallback(0.03 if ctx.rank == 1 else 0.0)
-        options = {"checkpoint": CheckpointConfig(every=STOP_STEP), "callbacks": [sleep_callback]}
         with trainer(
-            plan_of(1, 2), dataset=Stream(), run_dir=tmp_path / "run", sync="adaptive", **options
+            plan_of(1, 2),
+            dataset=Stream(),
+            run_dir=tmp_path / "run",
+            sync="adaptive",
+            checkpoint=CheckpointConfig(every=STOP_STEP),
         ) as made:
-            made.fit(max_steps=NUM_STEPS)
+            made.fit(max_steps=NUM_STEPS, callbacks=[sleep_callback])
 
     run_job(2, train_with_checkpoints, tmp_path)
     saved, _ = sorted((tmp_path / "run" / "checkpoints").iterdir())  # of step 6 or later, and 10

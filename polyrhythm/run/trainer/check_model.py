@@ -25,6 +25,7 @@ from polyrhythm.run.pipeline.stage_modules import forward_parameters
 from polyrhythm.run.pipeline.verify_split import verify_split
 from polyrhythm.run.random_streams import may_draw
 from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.types import AUTO
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ def find_split(config: TrainerConfig, model: nn.Module, dataset: Any, num_proces
 
     One process needs it for the seeds of dropout, which layers have of their own.
     """
-    if isinstance(model, nn.Sequential) or (num_processes == 1 and not may_draw(model)):
+    is_single = num_processes == 1 and config.plan == AUTO
+    if isinstance(model, nn.Sequential) or (is_single and not may_draw(model)):
         return
     try:
         config.split.found(model)  # on an example of its config

@@ -66,7 +66,7 @@ def call_hooks(callbacks: Iterable[Any], hook: str, *args: Any) -> bool:
     """Call a hook of all callbacks; a plain function is an `on_step`. Return whether to stop."""
     wants_stop = False
     for callback in callbacks:
-        is_function = not any(hasattr(callback, name) for name in HOOKS)
+        is_function = callable(callback) and not any(hasattr(callback, name) for name in HOOKS)
         method = getattr(callback, hook, callback if is_function and hook == "on_step" else None)
         wants_stop |= method is not None and method(*args) is STOP
     return wants_stop
