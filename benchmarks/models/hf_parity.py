@@ -56,13 +56,13 @@ def _differences(
 
 
 def _gpt2() -> nn.Module:
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=256, n_positions=64, **dropout)
-    )
+    dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=256, n_positions=64, **dropout)
+    model: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
     # Without it transformers.Trainer divides by all tokens, also by those that are not predicted.
     model.loss_type = "ForCausalLM"
-    return model
+    made: nn.Module = model
+    return made
 
 
 def _llama() -> nn.Module:
@@ -74,7 +74,7 @@ def _llama() -> nn.Module:
         num_key_value_heads=2,
         vocab_size=256,
     )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
 
 
 def _built(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -105,7 +105,7 @@ class _InOrder(HuggingFaceTrainer):
         self.microbatch_losses = list[float]()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return SequentialSampler(self.train_dataset)
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]  # it has a length
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)

@@ -44,6 +44,7 @@ from polyrhythm.run.pipeline.loss import Count, LossFunction
 from polyrhythm.run.pipeline.microbatch import ChunkSpecs, merge_outputs
 from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
+    LayerSplit,
     ModelPartition,
     TiedParameter,
     Wiring,
@@ -315,7 +316,7 @@ class Pipeline:
         cls,
         model: nn.Module,
         *,
-        layers: str,
+        layers: str | None = None,
         prologue: Sequence[str] = (),
         every: Sequence[str] = (),
         epilogue: Sequence[str] = (),
@@ -325,17 +326,25 @@ class Pipeline:
     ) -> Self:
         """Run this process's part of a model with a list of layers, as in Hugging Face models.
 
-        `prologue` modules run on the first stage, `epilogue` on the last, `every` on all.
+        `prologue` modules run on the first stage, `epilogue` on the last, `every` on all. Without
+        `layers` all of them are found, if transformers knows an example of the model's inputs.
         """
         ranks, stage = stage_ranks(process_group)
+        named = LayerSplit(layers=layers, prologue=prologue, every=every, epilogue=epilogue)
+        split = named.found(model)
+        if split.layers is None:
+            assert isinstance(model, nn.Sequential), "others have a list of layers"
+            return cls.from_sequential(
+                model, process_group=process_group, layers_per_stage=layers_per_stage, **options
+            )
         partition = split_layers(
             model,
             stage=stage,
             num_stages=len(ranks),
-            layers=layers,
-            prologue=prologue,
-            every=every,
-            epilogue=epilogue,
+            layers=split.layers,
+            prologue=split.prologue,
+            every=split.every,
+            epilogue=split.epilogue,
             layers_per_stage=layers_per_stage,
         )
         return cls(partition, process_group=process_group, **options)

@@ -248,7 +248,14 @@ class FitContext:
     def new_optimizer(self) -> Optimizer:
         """Make the optimizer of this stage's parameters; raises LaunchError."""
         named = list(self.pipeline.module.named_parameters())
-        optimizer = self.config.optimizer_fn(named)
+        try:
+            optimizer = self.config.optimizer_fn(named)
+        except Exception as error:  # the user's function may raise anything
+            raise LaunchError(
+                f"optimizer_fn raised {type(error).__name__}: {error}",
+                expected="a function of (name, parameter) pairs, as torch's optimizers take them",
+                fix="to choose parameters, write [p for name, p in named if p.dim() > 1]",
+            ) from error
         if not isinstance(optimizer, Optimizer):
             raise LaunchError(
                 f"optimizer_fn returned a {type(optimizer).__name__}",

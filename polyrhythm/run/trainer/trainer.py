@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,7 @@ class Trainer:
         model: nn.Module | Callable[[], nn.Module],
         loss_fn: Callable[..., Any] | None = None,
         optimizer_fn: Callable[[NamedParameters], Optimizer] | None = None,
-        dataset: Dataset[Any] | None = None,
+        dataset: Dataset[Any] | Iterable[Any] | None = None,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         batch_size: int | None = None,
@@ -302,7 +302,7 @@ class Trainer:
             checkpoints=None if self._checkpointer is None else self._checkpointer.folder,
         )
 
-    def evaluate(self, dataset: Dataset[Any]) -> float:
+    def evaluate(self, dataset: Dataset[Any] | Iterable[Any]) -> float:
         """Return the mean loss on a dataset; all workers call it, fast pipelines compute more."""
         self._check_between_fits("evaluate()")
         order = make_order(dataset, shuffle=False)
@@ -617,7 +617,7 @@ class Trainer:
         self.close()
         sys.exit(TERMINATED)
 
-    def _make_loader(self, dataset: Dataset[Any], order: SampleOrder | None) -> SampleLoader:
+    def _make_loader(self, dataset: Any, order: SampleOrder | None) -> SampleLoader:
         return SampleLoader(
             dataset,
             order,
