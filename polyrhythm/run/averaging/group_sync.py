@@ -46,6 +46,7 @@ from polyrhythm.run.averaging.strategies import (
 )
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, check_member
 from polyrhythm.run.coordinator.client import CoordinatorClient
+from polyrhythm.run.decoupled.checks import check_not_averaged, unwrapped
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sync.dispatch import SamplerState
@@ -133,8 +134,9 @@ class GroupSync:
             keys=keys,
         )
         _check_flush(model, decoupled)
-        self._model = ReplicaState(module, optimizer, state, decoupled)
-        _check_worker(setup, worker, process_group)
+        # A wrapper may step or not; the hooks belong to the optimizer that steps.
+        self._model = ReplicaState(module, unwrapped(optimizer), state, decoupled)
+        _check_worker(module, setup, worker, process_group)
         self._rendezvous = Rendezvous(
             setup, worker, timeout=timeout, name=name, process_group=process_group
         )
@@ -393,10 +395,13 @@ def _check_model(module: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _check_worker(setup: Setup, worker: Worker, process_group: dist.ProcessGroup | None) -> None:
+def _check_worker(
+    module: nn.Module, setup: Setup, worker: Worker, process_group: dist.ProcessGroup | None
+) -> None:
     """Check that the job has a process for each worker, and that `worker` is in the plan."""
     if not dist.is_initialized():
         return  # Rendezvous refuses that
+    check_not_averaged(module, dist.get_process_group_ranks(process_group))
     num_workers, world = len(setup.workers), dist.get_world_size(process_group)
     plan = f"{setup.num_stages} x {setup.num_pipelines}" if setup.num_stages > 1 else num_workers
     if setup.mode.has_server and world <= num_workers:

@@ -1,7 +1,7 @@
 """Checks of models and optimizers: refuse those that DistributedOptimizer cannot run."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Literal
 
@@ -48,6 +48,28 @@ def parameters_of(optimizer: Optimizer, model: nn.Module) -> tuple[list[str], li
     return [names[p] for p in parameters], parameters
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside the wrappers of accelerate and Lightning Fabric."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def check_not_averaged(model: nn.Module, ranks: Collection[int] | None = None) -> None:
+    """Refuse a model that a wrapper averages, if over several of `ranks`: they wait for it."""
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            averaged = dist.get_process_group_ranks(module.process_group)
+            if ranks is not None and len({*averaged} & {*ranks}) < 2:
+                continue
+            raise PolicyError(
+                f"{name or 'a model'} wrapped in {type(module).__name__}",
+                expected="a model that no other wrapper averages",
+                fix="pass and call the module inside, model.module; omit the model in "
+                "accelerator.prepare() and fabric.setup(), which wrap it",
+            )
+
+
 def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
     """Refuse an optimizer or model that cannot be wrapped."""
     if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
@@ -68,6 +90,14 @@ def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
             expected="an optimizer of torch.optim",
             fix="wrap it once",
         )
+    if (inner := unwrapped(optimizer)) is not optimizer:
+        raise PolicyError(
+            f"{type(inner).__name__} inside a wrapper, {type(optimizer).__name__}",
+            expected="an optimizer of torch.optim: the wrapper decides when to step, and would be "
+            "passed over",
+            fix="wrap the DistributedOptimizer instead: "
+            "accelerator.prepare(optimizer) or fabric.setup_optimizers(optimizer)",
+        )
     if not elementwise and type(optimizer) not in ELEMENTWISE:
         raise PolicyError(
             f"the optimizer {type(optimizer).__name__}",
@@ -80,13 +110,7 @@ def check(optimizer: Optimizer, model: nn.Module, *, elementwise: bool) -> None:
 
 
 def _check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-            raise PolicyError(
-                f"{name or 'a model'} wrapped in {type(module).__name__}",
-                expected="a model that no other wrapper averages",
-                fix="pass the module inside: model.module",
-            )
+    check_not_averaged(model)
     known = set(model.parameters())
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -131,6 +131,7 @@ class GradientSync:
         # non-finite gradient: a GradScaler then skips the step on all workers, or on none.
         self.found_inf = nn.Parameter(torch.zeros(1, device=parameters[0].device))
         self._phase = GradientPhase.EMPTY
+        self.is_paused = False  # gradients accumulate, and are not averaged
         # The divisor; for each parameter, whether it has a gradient; whether any is not finite.
         self._flags = torch.zeros(8 * (2 + len(parameters) // 8), dtype=torch.uint8)
         self._divisor = self._flags[:8].view(torch.float64)

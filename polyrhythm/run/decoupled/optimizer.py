@@ -148,7 +148,7 @@ class DistributedOptimizer(Optimizer):
         )
         self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
         self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
-        self._is_ordered, self._is_updating, self._syncing = False, False, True
+        self._is_ordered = self._is_updating = False
         self._autotuner: BucketAutotuner | None = None
         self._modes = allowed_modes(mode, has_hierarchy=self._collectives.has_hierarchy)
         self._is_auto = bucket_bytes == "auto" and stage is None
@@ -218,11 +218,12 @@ class DistributedOptimizer(Optimizer):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging; use it for all backwards but the last."""
-        was_syncing, self._syncing = self._syncing, False
+        # Not an attribute of this object: it may be Fabric's wrapper, which imitates the class.
+        was_paused, self._gradient_sync.is_paused = self._gradient_sync.is_paused, True
         try:
             yield
         finally:
-            self._syncing = was_syncing
+            self._gradient_sync.is_paused = was_paused
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
@@ -418,7 +419,7 @@ class DistributedOptimizer(Optimizer):
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
             self._gradient_sync.check_received(index)
-            if self._syncing:
+            if not self._gradient_sync.is_paused:
                 self._gradient_sync.add_gradient(index)
 
         return on_gradient
