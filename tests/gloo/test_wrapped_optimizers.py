@@ -11,16 +11,15 @@ from torch.optim import Optimizer
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.decoupled import adam, error_of, inputs_of, loss_of, stack, wrap_optimizer
-from tests.gloo.pipelines import run_stages
+from tests.gloo.pipelines import run_single_process, run_stages
+from tests.gloo.scripts import import_before_fork
 
 TIMEOUT = 30.0
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _import_before_the_fork() -> None:
-    """Import what takes seconds, in the one process that runs these tests."""
-    import accelerate  # noqa: F401
-    import lightning_fabric  # noqa: F401
+def _imports() -> None:
+    import_before_fork()
 
 
 def by_accelerate(optimizer: Optimizer) -> Optimizer:
@@ -72,7 +71,7 @@ def test_group_sync_takes_wrapped_optimizers(wrap: Any, decoupled: bool, tmp_pat
     first, second = run_stages(2, work, tmp_path)
     torch.testing.assert_close(first, second)
     if not decoupled:
-        torch.testing.assert_close(first, alone())
+        torch.testing.assert_close(first, run_single_process(alone, tmp_path))
 
 
 def test_distributed_optimizer_accumulates_inside_wrapper(tmp_path: Path) -> None:
