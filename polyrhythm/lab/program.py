@@ -20,6 +20,10 @@ from polyrhythm.errors import LabError
 # Every torch optimizer imports torch._dynamo: a second and 100 MB.
 PRELOADED = ("torch", "torch._dynamo")
 
+# The globals of scripts that have ended, kept until the process exits, as by an interpreter. Freed
+# earlier, a DistributedDataParallel among them never returns from its destructor (torch 2.13).
+_finished: list[dict[str, object]] = []
+
 
 def preload(program: Sequence[str], modules: Sequence[str] = PRELOADED) -> None:
     """Import the modules in this process if `program` is a Python script that runs in forks."""
@@ -42,10 +46,10 @@ def run_program(program: Sequence[str], environment: Mapping[str, str]) -> None:
     try:
         if option == "-m":
             sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
+            _finished.append(runpy.run_module(target, run_name="__main__", alter_sys=True))
         else:
             sys.path.insert(0, str(Path(target).absolute().parent))
-            runpy.run_path(target, run_name="__main__")
+            _finished.append(runpy.run_path(target, run_name="__main__"))
     finally:  # as at the end of an interpreter
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:

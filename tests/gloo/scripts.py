@@ -17,7 +17,8 @@ from polyrhythm.processes import Child, end_all
 
 def import_before_fork(*modules: str) -> None:
     """Import what scripts import and takes seconds, in the one process that runs the tests."""
-    for module in ("accelerate", "datasets", "lightning_fabric", *modules):
+    trainer = ("polyrhythm.run.trainer.trainer", "rich.progress")
+    for module in (*trainer, "accelerate", "datasets", "lightning_fabric", *modules):
         importlib.import_module(module)
 
 
