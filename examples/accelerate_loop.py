@@ -4,7 +4,8 @@ torchrun --nproc-per-node 2 examples/accelerate_loop.py distributed_optimizer
 torchrun --nproc-per-node 2 examples/accelerate_loop.py group_sync
 torchrun --nproc-per-node 2 examples/accelerate_loop.py pipeline
 
-`prepare` gets data and optimizer, but not the model: it would wrap the model in DDP.
+`prepare` gets data and optimizer, but not the model: it would wrap the model in DDP. So that
+`save_state` saves the model, too, call `accelerator.register_for_checkpointing(model)`.
 """
 
 import argparse
@@ -44,8 +45,9 @@ def distributed_optimizer() -> None:
         with accelerator.accumulate(averaging):  # calls its no_sync(), as it calls that of DDP
             loss = functional.cross_entropy(model(inputs), target)
             accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                averaging.clip_grad_norm_(1.0)  # not accelerator's: gradients are sharded
+            if accelerator.sync_gradients:  # accelerator's own clipping needs whole gradients
+                accelerator.unscale_gradients()  # only with fp16
+                averaging.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
         accelerator.print(f"loss {accelerator.reduce(loss.detach(), 'mean'):.5f}")

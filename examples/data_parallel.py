@@ -1,4 +1,4 @@
-"""The script of `plain.py`, data-parallel: three lines around its loop, marked (1) to (3).
+"""The script of `plain.py`, data-parallel by three lines around its loop, (1) to (3).
 
 torchrun --nproc-per-node 2 examples/data_parallel.py
 """
@@ -40,7 +40,7 @@ for inputs, target in DataLoader(data, size, sampler=DistributedSampler(data)): 
     functional.cross_entropy(model(inputs), target).backward()
     optimizer.step()
     optimizer.zero_grad()
-optimizer.close()
+optimizer.close()  # all weights of the last step
 
 with torch.no_grad():
     loss = functional.cross_entropy(model(held_out.tensors[0]), held_out.tensors[1])

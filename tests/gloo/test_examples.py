@@ -64,7 +64,8 @@ def test_data_parallel_example_computes_what_the_plain_script_does(tmp_path: Pat
 
 
 def test_slow_process_gets_fewer_samples_with_balanced(tmp_path: Path) -> None:
-    script = edited("unequal_gpus.py", tmp_path, {"max_steps=50": "max_steps=12"})
+    less = {"windows[-2000:, :-1], windows[-2000:, -1]": "windows[-64:, :-1], windows[-64:, -1]"}
+    script = edited("unequal_gpus.py", tmp_path, less | {"max_steps=50": "max_steps=10"})
     (alone,) = run_script(script, folder=tmp_path)
     output = run_train(script, "--local", "2", "--", "--slow", "1", folder=tmp_path)
     shares, loss = output.splitlines()[-1].split("; ")
@@ -107,6 +108,6 @@ def test_loops_of_accelerate_and_fabric_train_as_a_plain_loop(tmp_path: Path) ->
         torch.testing.assert_close(losses(script, "distributed_optimizer"), expected, **close)
         torch.testing.assert_close(losses(script, "group_sync", "all_reduce"), expected, **close)
         torch.testing.assert_close(losses(script, "pipeline", rank=1), by_step, **close)
-        groups = losses(script, "group_sync")
-        assert len(groups) == len(expected)
-        assert groups[-1] < groups[0] - 1
+    groups = losses(LOOPS[0], "group_sync")  # of models, not of gradients
+    assert len(groups) == len(expected)
+    assert groups[-1] < groups[0] - 1

@@ -49,7 +49,6 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     assert_equal(
         *run_script(before, folder=tmp_path),
         *run_script(after, folder=tmp_path),
-        run_train(after, "--local", "2", folder=tmp_path),
         run_train(after, "--stages", "2", "--pipelines", "2", folder=tmp_path),
     )
 

@@ -12,7 +12,7 @@ from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.decoupled import adam, error_of, inputs_of, loss_of, stack, wrap_optimizer
 from tests.gloo.pipelines import run_single_process, run_stages
-from tests.gloo.scripts import import_before_fork
+from tests.gloo.scripts import import_before_fork, printed_losses, run_script
 
 TIMEOUT = 30.0
 
@@ -114,3 +114,47 @@ def test_group_sync_refuses_models_in_ddp(tmp_path: Path) -> None:
     for error in run_stages(2, work, tmp_path):
         assert "wrapped in DistributedDataParallel" in error
         assert "omit the model in accelerator.prepare()" in error
+
+
+CHECKPOINT = """
+import sys, torch, polyrhythm as pr
+from functools import partial
+from accelerate import Accelerator
+from lightning_fabric import Fabric
+
+torch.manual_seed(0)
+inputs = torch.randn(8, 6)
+model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
+adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
+if sys.argv[1] == "accelerate":
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(pr.DistributedOptimizer(adamw, model, timeout=30))
+    accelerator.register_for_checkpointing(model)
+    save, load = accelerator.save_state, accelerator.load_state
+else:
+    fabric = Fabric(accelerator="cpu", strategy="ddp", devices=2)
+    fabric.launch()
+    optimizer = fabric.setup_optimizers(pr.DistributedOptimizer(adamw, model, timeout=30))
+    state = {"model": model, "optimizer": optimizer}
+    save, load = partial(fabric.save, state=state), partial(fabric.load, state=state)
+for step in range(6):
+    if step == 2:
+        save('saved')
+    if step == 4:
+        load('saved')
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"loss {loss.item()!r}")
+"""
+
+
+@pytest.mark.parametrize("library", ["accelerate", "fabric"])
+def test_checkpoints_of_wrappers_hold_the_whole_state(library: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CHECKPOINT)
+    outputs = run_script(tmp_path / "script.py", library, num_processes=2, folder=tmp_path)
+    for output in outputs:
+        losses = printed_losses(output)
+        assert len(set(losses)) == 4
+        assert losses[2:4] == losses[4:]
