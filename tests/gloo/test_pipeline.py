@@ -233,6 +233,24 @@ def test_microbatch_sizes_give_the_same_training(tmp_path: Path) -> None:
     assert set(changed["used"]) == {4, 2, 8, 1}
 
 
+@pytest.mark.timeout(60)
+def test_auto_schedule_is_tuned_by_training_alone(tmp_path: Path) -> None:
+    """More evaluations than steps, whose forwards have no backward."""
+
+    def work(ctx: DistContext) -> bool:
+        with pipeline_of(stack_of(2)[ctx.rank], schedule="auto", tune_every=1) as pipeline:
+            for inputs, target in BATCHES[:3]:
+                for _ in range(4):
+                    if ctx.rank == 0:
+                        pipeline.eval(inputs)
+                    else:
+                        pipeline.eval(target=target)
+                step(pipeline, inputs, target)
+        return True
+
+    assert run_stages(2, work, tmp_path) == [True, True]
+
+
 def autotuned(ctx: DistContext, folder: Path, **options: Any) -> dict[str, Any]:
     """Run and log some steps of schedule="auto"; check the peak in flight of its choices."""
     worker = Worker(ctx.rank, 0)

@@ -139,6 +139,10 @@ class StageCompute:
         return durations
 
     # Two calls: a context manager would cost more than the timing itself.
+    def forget_durations(self) -> None:
+        """Forget the actions since the last call of `durations`."""
+        self._timings.clear()
+
     def _start_timing(self) -> torch.cuda.Event | Seconds:
         if self.device.type == "cuda" and not self.is_synchronized:
             return self._recorded_event()

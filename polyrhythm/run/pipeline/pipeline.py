@@ -477,6 +477,9 @@ class Pipeline:
             self._executor.run(forwards, batch)
             if self._connections is not None:
                 self._connections.drain()
+        # The schedule is tuned by the times of training alone.
+        self._executor.stage.forget_durations()
+        self._executor.pop_transfers()
         return self._results(batch, losses)
 
     def run_microbatches(
