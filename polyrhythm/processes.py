@@ -27,6 +27,7 @@ from polyrhythm.types import Seconds
 # statuses, so these are unlikely numbers.
 FAILED, BAD_INPUT, PEER_LOST = 1, 222, 223
 TERMINATED = 128 + signal.SIGTERM  # as in a shell: a clean exit after SIGTERM
+INTERRUPTED = 128 + signal.SIGINT  # and after Ctrl-C
 
 _fork = multiprocessing.get_context("fork")
 _frozen_in: int | None = None  # the process whose heap `freeze_heap` has frozen

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from polyrhythm.errors import LaunchError, WorkerError
-from polyrhythm.processes import FAILED, TERMINATED, exit_on_sigterm
+from polyrhythm.processes import FAILED, INTERRUPTED, TERMINATED, exit_on_sigterm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,8 +79,8 @@ class TrainCommand:
                 return self._run_in_lab(self.lab, plan, num_fits, console)
             return self._run_here(plan, num_fits)
         except WorkerError as error:
-            if error.status == TERMINATED:
-                return TERMINATED
+            if error.status in (TERMINATED, INTERRUPTED):
+                return error.status
             print(error.traceback, end="", file=sys.stderr)
             raise _without_shown_error(error) from None
 
@@ -102,11 +102,19 @@ class TrainCommand:
 
         with LocalJob(work, num_processes, output_folder=self.output, shown_ranks=(0,)) as job:
             _forward_sigterm(job.request_stop)
-            if self.timeout is not None and not job.wait(self.timeout):
-                print(f"timeout after {self.timeout:g} s", file=sys.stderr)
-                return TIMED_OUT
-            while not job.wait(_POLL_INTERVAL):
-                pass
+            is_interrupted = _forward_interrupt(lambda: job.request_stop(signal.SIGINT))
+            try:
+                if self.timeout is not None and not job.wait(self.timeout):
+                    print(f"timeout after {self.timeout:g} s", file=sys.stderr)
+                    return TIMED_OUT
+                while not job.wait(_POLL_INTERVAL):
+                    pass
+            except WorkerError as error:
+                if is_interrupted() and error.status != INTERRUPTED:  # nothing could be saved
+                    raise KeyboardInterrupt from None
+                raise
+            finally:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
         return 0
 
     def _run_in_lab(
@@ -220,3 +228,20 @@ def _forward_sigterm(request_stop: "Callable[[], None]") -> None:
         request_stop()
 
     signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _forward_interrupt(request_stop: "Callable[[], None]") -> "Callable[[], bool]":
+    """Forward the first Ctrl-C to the job, which saves if it can; the second one ends it at once.
+
+    The processes have sessions of their own, so the terminal does not signal them. Return a
+    function that tells whether one was forwarded.
+    """
+    forwarded: list[object] = []
+
+    def on_interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        forwarded.append(True)
+        request_stop()
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    return lambda: bool(forwarded)

@@ -1,7 +1,11 @@
-"""After Ctrl-C or another error in fit, the last complete step can be saved, or it is refused."""
+"""Ctrl-C saves and exits; after another error in fit the last complete step can be saved, or not.
+
+Without a run folder Ctrl-C is an error like others.
+"""
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +17,9 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR
 
+from polyrhythm.cli import main
 from polyrhythm.errors import LaunchError
+from polyrhythm.processes import INTERRUPTED, Child
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.preemption import delay_interrupt
@@ -75,20 +81,23 @@ def trainer_with(loss: Callable[..., Tensor], optimizer: Any, **more: Any) -> Tr
 
 
 @pytest.mark.parametrize("call", [interrupt, fail])
-def test_one_process_saves_and_continues_after_the_last_complete_step(
+def test_one_process_continues_after_the_last_complete_step(
     tmp_path: Path, call: Callable[[], None]
 ) -> None:
     whole, weights = fit(tmp_path, 1, 1)
-    run_dir = tmp_path / "run"
+    run_dir = tmp_path / "run" if call is fail else None
     with trainer_with(FailingLoss(call), torch.optim.AdamW, run_dir=run_dir) as made:
         with pytest.raises((KeyboardInterrupt, ValueError)):
             made.fit(max_steps=NUM_STEPS)
         assert made.global_step == STEP
-        made.save()
+        if run_dir is not None:
+            made.save()
         again = made.fit(max_steps=NUM_STEPS).losses
         assert again == pytest.approx(whole[STEP:], abs=1e-6)
         for name, value in made.model.state_dict().items():
             torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-6)
+    if run_dir is None:
+        return
     with trainer_with(mse_loss, torch.optim.AdamW, run_dir=run_dir) as made:
         assert made.restore() == STEP
         assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(whole[STEP:], abs=1e-6)
@@ -96,13 +105,89 @@ def test_one_process_saves_and_continues_after_the_last_complete_step(
 
 def test_interrupted_update_is_completed_first(tmp_path: Path) -> None:
     whole, _ = fit(tmp_path, 1, 1)
-    with trainer_with(mse_loss, InterruptedAdamW, run_dir=tmp_path / "run") as made:
+    with trainer_with(mse_loss, InterruptedAdamW) as made:
         with pytest.raises(KeyboardInterrupt):
             made.fit(max_steps=NUM_STEPS)
         assert made.global_step == STEP + 1
-        made.save()
         assert made.fit(max_steps=NUM_STEPS).losses == pytest.approx(whole[STEP + 1 :], abs=1e-6)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_with_a_run_folder_saves_and_exits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with trainer_with(FailingLoss(interrupt), torch.optim.AdamW, run_dir=run_dir) as made:
+        with pytest.raises(SystemExit) as left:
+            made.fit(max_steps=10**6)
+        step = made.global_step
+    assert left.value.code == INTERRUPTED
+    assert f"interrupted after step {step}, saved in {run_dir}; " in capfd.readouterr().err
+
+
+SCRIPT = """
+import sys, time, torch, polyrhythm as pr
+from torch.utils.data import TensorDataset
+
+inputs = torch.randn(64, 8)
+trainer = pr.Trainer(
+    lambda: torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4)),
+    torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1),
+    TensorDataset(inputs, inputs[:, :4]), batch_size=16, timeout=30,
+    run_dir="run" if sys.argv[1] == "saves" else None,
+)
+def show(info):
+    print("trains", flush=True)
+    time.sleep(0.02)
+
+trainer.fit(max_steps=10**6, callbacks=[show])
+print("fit has returned")
+"""
+
+
+@pytest.mark.parametrize("what", ["saves", "does not save"])
+def test_train_command_forwards_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT)
+    shown, command = Path("shown.txt"), ["train", "script.py", "--stages", "2", "--pipelines", "2"]
+    child = Child(lambda: main([*command, what]), output=shown)
+    try:
+        wait_until(lambda: "trains" in shown.read_text() or child.status is not None, "training")
+        os.kill(child.pid, signal.SIGINT)
+        assert child.wait(40) == INTERRUPTED, shown.read_text()
+    finally:
+        child.end()
+    text = shown.read_text()
+    assert "fit has returned" not in text
+    assert "Traceback" not in text
+    if what == "saves":
+        assert "saved in run; to continue, run the same script with trainer.restore()" in text
+        assert len(list(Path("run/checkpoints").glob("step-*"))) == 1
+    else:
+        assert text.endswith("error: interrupted\n")
+
+
+def test_second_ctrl_c_ends_the_process_at_once(tmp_path: Path) -> None:
+    def work() -> None:
+        def hang(info: StepInfo) -> None:
+            (tmp_path / "hangs").touch()
+            time.sleep(60)
+
+        with trainer(plan_of(1, 1), run_dir=tmp_path / "run") as made:
+            made.fit(max_steps=5, callbacks=[hang])
+
+    child = Child(work, output=tmp_path / "shown.txt")
+    try:
+        wait_until((tmp_path / "hangs").exists, "training")
+        os.kill(child.pid, signal.SIGINT)
+        assert child.wait(1.0) is None
+        os.kill(child.pid, signal.SIGINT)
+        assert child.wait(20) == INTERRUPTED
+    finally:
+        child.end()
+    assert "interrupted again" in (tmp_path / "shown.txt").read_text()
 
 
 def test_interrupt_is_not_lost_if_the_update_fails() -> None:

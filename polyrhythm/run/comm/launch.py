@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
 from polyrhythm.processes import (
     BAD_INPUT,
+    INTERRUPTED,
     PEER_LOST,
     TERMINATED,
     Child,
@@ -160,7 +161,8 @@ class DistContext:
 
 
 _open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
-_STOPPED_STATUSES = {TERMINATED, PEER_LOST}  # exit statuses after a request to stop
+_LEAVING = {TERMINATED, INTERRUPTED}  # exit statuses after a request to stop
+_STOPPED_STATUSES = {*_LEAVING, PEER_LOST}
 _contexts: list[DistContext] = []  # the context that this process's LocalJob gave it
 
 
@@ -220,11 +222,11 @@ class LocalJob:
         work, keeps_failure = partial(_run, self._work, ctx), bool(self._shown_ranks)
         self._workers.append(Child(work, output=output, keeps_failure=keeps_failure))
 
-    def request_stop(self) -> None:
-        """Send SIGTERM to every worker, which may then save a checkpoint: call `wait` next."""
+    def request_stop(self, notice: signal.Signals = signal.SIGTERM) -> None:
+        """Send a signal to every worker, which may then save a checkpoint: call `wait` next."""
         for worker in self._workers:
             if worker.status is None:
-                os.kill(worker.pid, signal.SIGTERM)
+                os.kill(worker.pid, notice)
 
     def wait(self, timeout: Seconds) -> bool:
         """Wait up to `timeout`; True when all workers have succeeded. Raises WorkerError."""
@@ -253,7 +255,8 @@ class LocalJob:
             if not (is_cause_unknown and is_any_running and remaining > 0):
                 break
             wait_for_any(self._workers, remaining)
-        is_leaving = TERMINATED in failed.values() and not {*failed.values()} - _STOPPED_STATUSES
+        statuses = {*failed.values()}
+        is_leaving = bool(_LEAVING & statuses) and not statuses - _STOPPED_STATUSES
         if failed and not (is_leaving and is_any_running):
             rank = min(failed, key=lambda rank: (*self._doubts(rank), rank))
             raise self._error(rank, failed[rank])

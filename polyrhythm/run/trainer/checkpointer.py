@@ -146,12 +146,14 @@ class TrainerCheckpointer:
         _logger.warning("%s: earlier checkpoints are now in %s", self.folder.parent, moved.name)
         self.folder.rename(moved)
 
-    def wait(self) -> None:
-        """Wait until the save in progress is on disk."""
-        if self.checkpoints is not None:
-            outcome = self.checkpoints.wait()
-            if outcome is not None and not outcome.is_saved and self.worker == LEADER:
-                warnings.warn(f"the last checkpoint was not saved: {outcome.why}", stacklevel=3)
+    def wait(self) -> bool:
+        """Wait until the save in progress is on disk; return whether it is, as far as known."""
+        outcome = None if self.checkpoints is None else self.checkpoints.wait()
+        if outcome is None or outcome.is_saved:
+            return True
+        if self.worker == LEADER:
+            warnings.warn(f"the last checkpoint was not saved: {outcome.why}", stacklevel=3)
+        return False
 
     def close(self) -> None:
         self.wait()

@@ -278,7 +278,7 @@ class SyncDecision:
 
     sync_mode: str | None  # of the next phase; None: the fit is over
     sampler_state: SamplerState  # which samples are left
-    is_preempted: bool = False  # the fit ends early, after a preemption notice
+    exit_status: int = 0  # after a preemption notice or Ctrl-C the fit ends early, and the process
     problem: str = ""  # the fit ends early, with this error: a loss that is not finite
     lost: tuple[int, ...] = ()  # pipelines that are no longer waited for
 
@@ -317,7 +317,7 @@ class FitLoop:
             )
         self.steps: deque[StepInfo] = deque(maxlen=NUM_STEPS_KEPT)
         self.losses = array("d")  # of all steps: 8 bytes each
-        self.is_stopped = False  # by a preemption notice
+        self.exit_status = 0  # after a preemption notice
         self.is_stopping = False  # in lockstep, by a callback: no worker starts another step
         self.problem = ""  # why the fit ends with an error
         self.has_checked_inputs = False  # on first stages, by the first batch
@@ -390,7 +390,7 @@ class FitLoop:
             progress.step = self.context.global_batch.step_at(num_used)
             phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
-            self.is_stopped = decision.is_preempted
+            self.exit_status = decision.exit_status
             self.problem = self.problem or decision.problem
             if decision.lost:
                 self._forget(decision.lost)
@@ -485,7 +485,7 @@ class FitLoop:
         return SyncDecision(
             sync_mode=None,
             sampler_state=sampler_state,
-            is_preempted=self.context.preemption.is_stop_requested,
+            exit_status=self.context.preemption.status,
             problem=self.problem,
         )
 
@@ -524,7 +524,7 @@ class FitLoop:
 
     def _save_last(self, strategy: NoSync) -> None:
         context, progress = self.context, self.progress
-        is_due = context.config.checkpoint.every or self.is_stopped
+        is_due = context.config.checkpoint.every or self.exit_status
         if context.checkpointer is not None and is_due:
             extra = context.extra(progress, progress.sampler_state)
             context.checkpointer.save(progress.step, strategy, extra, blocking=True)

@@ -1,9 +1,10 @@
 """Preemption notices: after SIGTERM to any process of a job, all processes stop, save and exit.
 
-A thread receives the signal even while training waits in gloo, and publishes it in the job's
-store. In lockstep all pipelines must stop after the same step: the first stage of each publishes
-how many steps it has started, and starts no other before it knows the largest number, after which
-all stop. In groups rank 0 ends the samples instead.
+Ctrl-C during a fit that can save is such a notice, too, without a grace period; a second one ends
+the process at once. A thread receives the signal even while training waits in gloo, and publishes
+it in the job's store. In lockstep all pipelines must stop after the same step: the first stage of
+each publishes how many steps it has started, and starts no other before it knows the largest
+number, after which all stop. In groups rank 0 ends the samples instead.
 
 Processes that are still alive after the grace period exit at once.
 """
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from polyrhythm.errors import PeerError, UserError
-from polyrhythm.processes import TERMINATED
+from polyrhythm.processes import INTERRUPTED, TERMINATED
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.types import Seconds
 
@@ -45,14 +46,14 @@ class PreemptionHandler:
         self._store, self._members, self.first_stages = store, members, first_stages
         self._grace_period = grace_period
         self._changed = threading.Condition()
-        self._exit_timer: threading.Timer | None = None  # set by the notice
-        self.why = ""
+        self._exit_timer: threading.Timer | None = None  # set by SIGTERM
+        self.why, self.status = "", 0  # of the exit, set by the notice
         self._num_started, self._has_reported = 0, False
         self._stop_step: int | None = None
         self._closing = threading.Event()
-        self._catcher: _SigtermCatcher | None = None
+        self._catcher: _SignalCatcher | None = None
         if threading.current_thread() is threading.main_thread():
-            self._catcher = _SigtermCatcher.new()
+            self._catcher = _SignalCatcher.new()
         # Two threads: one that waits for a store that does not answer would miss the signal.
         self._threads = [
             threading.Thread(target=work, name="preemption", daemon=True)
@@ -63,7 +64,26 @@ class PreemptionHandler:
 
     @property
     def is_stop_requested(self) -> bool:
-        return self._exit_timer is not None
+        return self.status != 0
+
+    @contextmanager
+    def catch_interrupt(self) -> Iterator[None]:
+        """Let Ctrl-C be a notice in this block, instead of a KeyboardInterrupt.
+
+        Not if the script has its own handler, or in another thread.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._catcher is None or not (is_main and is_default):
+            yield
+            return
+        self._catcher.catches_interrupt = True
+        signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            yield
+        finally:
+            self._catcher.catches_interrupt = False
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def may_start_step(self, step: int) -> bool:
         """In lockstep, on the first stage of a pipeline: whether to start `step` (from 0)."""
@@ -98,33 +118,44 @@ class PreemptionHandler:
             raise RuntimeError("training is over")
 
     def _watch_signal(self) -> None:
+        me = f"{self._store.name_of(self._store.rank)} on {socket.gethostname()}"
+        is_interrupted = False  # here
         while self._catcher is not None and not self._closing.is_set():
-            if self._catcher.wait(_POLL_INTERVAL) and not self.is_stop_requested:
-                me = self._store.name_of(self._store.rank)
-                self._request_stop(f"{me} on {socket.gethostname()} received SIGTERM")
+            for number in self._catcher.wait(_POLL_INTERVAL):
+                if number == signal.SIGTERM:
+                    self._request_stop(f"{me} received SIGTERM", TERMINATED)
+                elif is_interrupted:
+                    self._exit_now(f"interrupted again: {me} exits now, without saving")
+                else:
+                    is_interrupted = True
+                    self._request_stop(f"{me} was interrupted", INTERRUPTED)
 
     def _watch_store(self) -> None:
         store, has_announced = self._store, False
         try:
             while not self._closing.is_set():
                 if self.is_stop_requested and not has_announced:
-                    store.set_once(_NOTICE, self.why, self._members)
+                    store.set_once(_NOTICE, [self.why, self.status], self._members)
                     has_announced = True
                 if store.rank in self.first_stages.ranks:
                     notice = store.peek(_NOTICE, self._members)
-                    if notice is not None and not self.is_stop_requested:
-                        self._request_stop(notice)
+                    if notice is not None:
+                        self._request_stop(*notice)
                     if self.is_stop_requested and self._stop_step is None:
                         self._agree_on_stop_step()
                 self._closing.wait(_POLL_INTERVAL)
         except (RuntimeError, UserError):  # the store or a peer is lost: training fails by itself
             pass
 
-    def _request_stop(self, why: str) -> None:
-        self.why = why
-        self._exit_timer = threading.Timer(self._grace_period, self._exit_now)
-        self._exit_timer.daemon = True
-        self._exit_timer.start()
+    def _request_stop(self, why: str, status: int) -> None:
+        """Take the first notice; SIGTERM after Ctrl-C still limits the time that is left."""
+        if status == TERMINATED and self._exit_timer is None:
+            text = f"{why}: still running after {self._grace_period:g} s, exits now"
+            self._exit_timer = threading.Timer(self._grace_period, self._exit_now, [text])
+            self._exit_timer.daemon = True
+            self._exit_timer.start()
+        if not self.is_stop_requested:
+            self.why, self.status = why, status
 
     def _agree_on_stop_step(self) -> None:
         """On first stages: stop after the last step that any pipeline has started."""
@@ -136,10 +167,9 @@ class PreemptionHandler:
             self._stop_step = max(started)
             self._changed.notify_all()
 
-    def _exit_now(self) -> None:
-        text = f"{self.why}: still running after {self._grace_period:g} s, exits now"
+    def _exit_now(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        os._exit(TERMINATED)
+        os._exit(self.status)
 
 
 @contextmanager
@@ -173,8 +203,13 @@ def delay_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-class _SigtermCatcher:
-    """Turns SIGTERM into a byte that any thread can read while the main thread is blocked."""
+class _SignalCatcher:
+    """Turns SIGTERM into a byte that any thread can read while the main thread is blocked.
+
+    With `catches_interrupt` SIGINT, too.
+    """
+
+    catches_interrupt = False
 
     def __init__(self) -> None:
         self._reader, writer = socket.socketpair()
@@ -186,15 +221,16 @@ class _SigtermCatcher:
         _installed.add(self)
 
     @classmethod
-    def new(cls) -> "_SigtermCatcher | None":
+    def new(cls) -> "_SignalCatcher | None":
         """Install the handler; None if the script has its own, which has precedence."""
         return cls() if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else None
 
-    def wait(self, timeout: Seconds) -> bool:
-        """Return whether the signal arrived within `timeout`."""
+    def wait(self, timeout: Seconds) -> list[int]:
+        """Return the signals that arrive within `timeout`."""
         if not select.select([self._reader], [], [], timeout)[0]:
-            return False
-        return signal.SIGTERM in self._reader.recv(64)
+            return []
+        caught = [signal.SIGTERM, *([signal.SIGINT] if self.catches_interrupt else [])]
+        return [number for number in self._reader.recv(64) if number in caught]
 
     def end(self) -> None:
         """Restore the previous handler and wake `wait`; only the main thread may do so."""
@@ -208,10 +244,12 @@ class _SigtermCatcher:
     def uninstall(self) -> None:
         signal.set_wakeup_fd(self._previous_fd)
         signal.signal(signal.SIGTERM, self._previous_handler)
+        if self.catches_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _installed.discard(self)
 
 
-_installed: "weakref.WeakSet[_SigtermCatcher]" = weakref.WeakSet()
+_installed: "weakref.WeakSet[_SignalCatcher]" = weakref.WeakSet()
 _saved = threading.local()  # the signal mask before a fork, per thread
 
 

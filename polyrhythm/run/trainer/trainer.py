@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.utils.data import Dataset
 from polyrhythm.errors import LaunchError
 from polyrhythm.events import Value, worker_log
 from polyrhythm.plan.plan import Plan
-from polyrhythm.processes import TERMINATED
+from polyrhythm.processes import INTERRUPTED
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
@@ -269,8 +270,9 @@ class Trainer:
         gradients are not finite, `on_nan` warns, skips the update of that step, or stops with an
         error.
 
-        On a preemption notice (SIGTERM) to the job, save a checkpoint and exit the process. A run
-        folder with checkpoints is refused without `restore()`; `overwrite` moves them aside.
+        On a preemption notice (SIGTERM) to the job, and with a run folder on Ctrl-C, save a
+        checkpoint and exit the process. A run folder with checkpoints is refused without
+        `restore()`; `overwrite` moves them aside.
         """
         arguments = locals()  # nothing else yet
         self._check_between_fits("fit()")
@@ -291,8 +293,8 @@ class Trainer:
             self._record_run(max_steps - self.global_step)
             self._run(fit_loop)
             self._context = fit_loop.context  # without the pipelines that were lost
-        if fit_loop.is_stopped:
-            self._exit_preempted()
+        if fit_loop.exit_status:
+            self._exit_preempted(fit_loop.exit_status)
         seconds = time.perf_counter() - start
         return FitResult(
             steps=tuple(fit_loop.steps),
@@ -552,8 +554,10 @@ class Trainer:
 
     def _run(self, fit_loop: FitLoop) -> None:
         self._is_fitting, self._failure = True, None
+        can_save = self._checkpointer is not None
         try:
-            fit_loop.run()
+            with self._preemption.catch_interrupt() if can_save else nullcontext():
+                fit_loop.run()
         except BaseException as error:
             self._failure = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             self.pipeline.abort(f"a failed fit(): {self._failure}")
@@ -580,7 +584,7 @@ class Trainer:
                 f"save() after a failed fit() ({self._failure}): {why}",
                 expected="weights and optimizer after the same step everywhere",
                 fix="restore() the newest checkpoint in a new Trainer; to stop and save at any "
-                "time, send SIGTERM instead of Ctrl-C",
+                "time, send SIGTERM",
             )
 
     def _at_exit(self) -> None:
@@ -604,18 +608,24 @@ class Trainer:
             }
             self._log.write("run", name="trainer", values=values)
 
-    def _exit_preempted(self) -> NoReturn:
+    def _exit_preempted(self, status: int) -> NoReturn:
         """Exit after a preemption notice; the state is on disk if there is a run folder."""
         if self.worker == LEADER:
             outcome = "not saved: there is no run folder"
             if self._checkpointer is not None:
-                self._checkpointer.wait()
-                outcome = "saved"
-            _logger.warning(
-                "%s: exits after step %d, %s", self._preemption.why, self.global_step, outcome
-            )
+                outcome = "saved" if self._checkpointer.wait() else "not saved"
+            if status == INTERRUPTED:
+                text = f"interrupted after step {self.global_step}, {outcome}"
+                if outcome == "saved":
+                    text += f" in {self._config.run_dir}; to continue, run the same script with "
+                    text += "trainer.restore() before fit()"
+                print(text, file=sys.stderr, flush=True)
+            else:
+                _logger.warning(
+                    "%s: exits after step %d, %s", self._preemption.why, self.global_step, outcome
+                )
         self.close()
-        sys.exit(TERMINATED)
+        sys.exit(status)
 
     def _make_loader(self, dataset: Any, order: SampleOrder | None) -> SampleLoader:
         return SampleLoader(
