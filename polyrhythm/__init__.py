@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from polyrhythm.run.pipeline.pipeline import Pipeline
     from polyrhythm.run.random_streams import RandomStreams, seeded_draws
     from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig, DeviceConfig
-    from polyrhythm.run.trainer.metrics import STOP, Callback
+    from polyrhythm.run.trainer.metrics import STOP, Callback, EarlyStopping
     from polyrhythm.run.trainer.optimizers import adamw, constant, cosine, linear
     from polyrhythm.run.trainer.trainer import FitResult, Trainer
     from polyrhythm.simulate.simulate_plan import simulate_plan as simulate
@@ -54,6 +54,7 @@ __all__ = [
     "Device",
     "DeviceConfig",
     "DistributedOptimizer",
+    "EarlyStopping",
     "EmulatedCompute",
     "FitResult",
     "GroupSync",
@@ -120,7 +121,7 @@ _LAZY = {  # modules that need torch, SciPy or Numba, or are rarely needed: impo
     "run.pipeline.pipeline": ("Pipeline",),
     "run.random_streams": ("RandomStreams", "seeded_draws"),
     "run.trainer.config": ("CheckpointConfig", "DataConfig", "DeviceConfig"),
-    "run.trainer.metrics": ("STOP", "Callback"),
+    "run.trainer.metrics": ("STOP", "Callback", "EarlyStopping"),
     "run.trainer.optimizers": ("adamw", "constant", "cosine", "linear"),
     "run.pipeline.partition": ("LayerSplit",),
     "run.trainer.trainer": ("FitResult", "Trainer"),

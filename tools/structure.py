@@ -93,7 +93,6 @@ REPLACED_NAMES = {
     "mishap": "fault",
     "mishaps": "faults",
     "nested": "hierarchical",
-    "patience": "timeout",
     "punctual": "on time",
     "punctuality": "timing",
     "recipe": "ScheduleSpec",
@@ -117,7 +116,7 @@ REPLACED_NAMES = {
 }
 # The same in prose: words that have no other use in this field.
 REPLACED_PROSE = {
-    "crew", "desk", "dispenser", "foreseen", "mishap", "mishaps", "patience", "rival", "roll call",
+    "crew", "desk", "dispenser", "foreseen", "mishap", "mishaps", "rival", "roll call",
     "told", "punctual", "keep together", "keeps together", "kept together", "comes together",
 }  # fmt: skip
 # Names in which a replaced word means something else.

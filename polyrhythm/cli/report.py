@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -44,8 +44,9 @@ class ExportCommand:
 
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run's folder, a folder of checkpoints, or one checkpoint."""
-    step: int | None = None
-    """Step of the checkpoint; by default the latest complete one."""
+    step: int | Literal["best"] | None = None
+    """Step of the checkpoint, or best (of CheckpointConfig(keep_best=...)); by default the latest
+    complete one."""
     out: Path | None = None
     """Target folder, new or empty; by default RUN/export/step-NNNNNNNN."""
     from_legacy: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -60,6 +61,12 @@ class ExportCommand:
         if self.from_legacy:
             from polyrhythm.run.checkpoint.legacy import convert
 
+            if isinstance(self.step, str):
+                raise UserError(
+                    f"--step {self.step} --from-legacy",
+                    expected="a number: old checkpoints have no evaluation",
+                    fix="name the step, or omit --step for the newest",
+                )
             source = self.run_folder
             folder = self.out or source.absolute().with_name(f"{source.name}-converted")
             out = convert(source, folder, self.step)

@@ -125,9 +125,10 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """One JSON object per global step; every run folder has them in `metrics.jsonl`.
+    """One JSON object per step and per evaluation; every run folder has a `metrics.jsonl`.
 
-    The file is continued after a restore: of two lines with the same step the later one counts.
+    The file is continued after a restore: of two lines with the same step and names the later one
+    counts.
     """
 
     def __init__(self, path: Path | str) -> None:

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,8 +36,20 @@ class FitProgress:
     In a terminal, what the script prints and logs meanwhile appears above the line.
     """
 
-    def __init__(self, first_step: int, num_steps: int, console: Console | None = None) -> None:
-        """`num_steps` counts from the start of training, as `first_step` does."""
+    def __init__(
+        self,
+        first_step: int,
+        num_steps: int,
+        console: Console | None = None,
+        *,
+        epochs_at: Callable[[int], float] | None = None,
+    ) -> None:
+        """`num_steps` counts from the start of training, as `first_step` does.
+
+        `epochs_at(step)`: the epochs done after that many steps, if they are known.
+        """
+        self._epochs_at = epochs_at
+        self.eval_loss: float | None = None  # of the last evaluation
         console = console or Console(file=sys.stderr, soft_wrap=True)
         self._console, self._first_step, self._num_steps = console, first_step, num_steps
         self._start = time.monotonic()
@@ -91,9 +103,12 @@ class FitProgress:
 
     def _line(self, info: StepInfo) -> str:
         (since, before), (now, step) = self._drawn[0], self._drawn[-1]
-        parts = [
-            f"step {step}/{self._num_steps}",
+        parts = [f"step {step}/{self._num_steps}"]
+        if self._epochs_at is not None:
+            parts.append(f"epoch {self._epochs_at(step):.2f}")
+        parts += [
             "loss -" if info.loss is None else f"loss {info.loss:.4g}",
+            *([] if self.eval_loss is None else [f"eval loss {self.eval_loss:.4g}"]),
             f"lr {info.learning_rate:.3g}",
             f"grad norm {info.grad_norm:.3g}",
             f"{_rate(info.samples_per_second)} samples/s",

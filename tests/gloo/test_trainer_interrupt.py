@@ -25,7 +25,17 @@ from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.preemption import delay_interrupt
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.types import Worker
-from tests.gloo.trainer_jobs import BATCH, NUM_STEPS, fit, model, plan_of, run_job, samples, trainer
+from tests.gloo.trainer_jobs import (
+    BATCH,
+    NUM_SAMPLES,
+    NUM_STEPS,
+    fit,
+    model,
+    plan_of,
+    run_job,
+    samples,
+    trainer,
+)
 from tests.gloo.transport_peers import wait_until
 
 STEP = 4  # in which the error is raised
@@ -116,13 +126,27 @@ def test_interrupted_update_is_completed_first(tmp_path: Path) -> None:
 def test_interrupt_with_a_run_folder_saves_and_exits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """In the middle of a long evaluation, which it ends, too."""
+    whole, _ = fit(tmp_path, 1, 1, steps=20)
+
+    def slow(output: Tensor, target: Tensor) -> float:
+        if not seen:
+            interrupt()
+        seen.append(1)
+        time.sleep(0.05)
+        return 0.0
+
+    seen: list[int] = []
     run_dir = tmp_path / "run"
-    with trainer_with(FailingLoss(interrupt), torch.optim.AdamW, run_dir=run_dir) as made:
-        with pytest.raises(SystemExit) as left:
-            made.fit(max_steps=10**6)
-        step = made.global_step
+    with trainer(plan_of(1, 1), run_dir=run_dir) as made, pytest.raises(SystemExit) as left:
+        made.fit(max_steps=10**6, eval_dataset=samples(), eval_every=7, metrics={"slow": slow})
     assert left.value.code == INTERRUPTED
-    assert f"interrupted after step {step}, saved in {run_dir}; " in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert len(seen) < NUM_SAMPLES / 2  # micro-batches of an evaluation
+    assert f"interrupted after step 7, saved in {run_dir}; to continue, " in capfd.readouterr().err
+    with trainer(plan_of(1, 1), run_dir=run_dir) as made:
+        assert made.restore() == 7
+        assert made.fit(max_steps=20).losses == pytest.approx(whole[7:], abs=1e-6)
 
 
 SCRIPT = """

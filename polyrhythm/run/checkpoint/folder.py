@@ -12,13 +12,14 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polyrhythm.run.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
+    Evaluation,
     FormatError,
     Manifest,
     find_damage,
@@ -26,6 +27,7 @@ from polyrhythm.run.checkpoint.manifest import (
 )
 
 CHECKPOINTS = "checkpoints"  # subfolder of the run folder
+BEST = "best"  # in place of a step or a path: the checkpoint of the best evaluation
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)")
@@ -60,18 +62,54 @@ def latest(folder: Path | str) -> Path | None:
     return None
 
 
+def best(found: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | None:
+    """Return the checkpoint of the best evaluation, and its value; None if none was evaluated.
+
+    Of equal values the earliest counts. If the metric has changed, that of the newest counts.
+    """
+    evaluated = list[tuple[int, Evaluation, Path]]()
+    for path, manifest in found:
+        evaluation = Evaluation.of(manifest)
+        if evaluation is not None and manifest.is_finite is not False:
+            evaluated.append((manifest.serial, evaluation, path))
+    if not evaluated:
+        return None
+    _, newest, _ = max(evaluated, key=lambda each: each[0])
+    sign = -1.0 if newest.mode == "max" else 1.0
+    same = [each for each in evaluated if each[1].metric == newest.metric]
+    _, evaluation, path = min(same, key=lambda each: (sign * each[1].value, each[0]))
+    return path, evaluation.value
+
+
+def find_best(folder: Path) -> Path:
+    """Return the checkpoint of the best evaluation; raises CheckpointError."""
+    found = best(candidates(folder))
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no checkpoint with an evaluation",
+            expected="one that was saved as the best",
+            fix='train with CheckpointConfig(keep_best="eval_loss") and fit(eval_dataset=...)',
+        )
+    return found[0]
+
+
 def find_checkpoint(
-    run: Path, step: int | None = None, *, newest: Callable[[Path], Path | None] = latest
+    run: Path,
+    step: int | str | None = None,
+    *,
+    newest: Callable[[Path], Path | None] = latest,
 ) -> Path:
-    """Find the checkpoint of a step, by default the newest complete one of a run.
+    """Find the checkpoint of a step, or the "best", by default the newest complete one of a run.
 
     `run` is a run folder, its checkpoints folder, or a checkpoint; raises CheckpointError.
     """
     if (run / MANIFEST).is_file() and step is None:
         return run
     folder = run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run
+    if step == BEST:
+        return find_best(folder)
     steps = list_steps(folder)
-    found = newest(folder) if step is None else steps.get(step)
+    found = newest(folder) if step is None else steps.get(int(step))
     if found is not None:
         return found
     wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
@@ -151,12 +189,15 @@ def complete(partial: Path, target: Path) -> None:
 def remove_old(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` with finite weights, and the newest of the others.
 
-    Unreadable ones stay, for the user to inspect.
+    The one with the best evaluation stays; so do unreadable ones, for the user to inspect.
     """
     found = candidates(folder, should_warn=False)
     finite = [each for each in found if each[1].is_finite is not False]
     not_finite = [each for each in found if each[1].is_finite is False]
+    kept = best(finite)
     for path, manifest in reversed(finite[keep:] + not_finite[1:]):
+        if kept is not None and path == kept[0]:
+            continue
         _remove(path, step_folder(folder, manifest.step))
 
 

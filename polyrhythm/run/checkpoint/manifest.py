@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -86,6 +86,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of the model
     files: dict[str, File]
     is_finite: bool | None = None  # all trained parameters; None: saved by an earlier version
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """The metric by which the best checkpoint is chosen, in `extra` of a manifest."""
+
+    metric: str
+    mode: str  # whether the best is the "min" or the "max"
+    value: float
+
+    KEY: ClassVar[str] = "evaluation"
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Evaluation | None":
+        """Return that of a checkpoint; None if it was not evaluated, or not by a Trainer."""
+        try:
+            return msgspec.convert(manifest.extra.get(cls.KEY), cls)
+        except msgspec.ValidationError:
+            return None
 
 
 def merge_tables(tables: Sequence[ModelTable]) -> ModelTable:

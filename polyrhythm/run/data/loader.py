@@ -24,7 +24,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import chain
@@ -451,6 +451,11 @@ class Prefetcher:
             self._start(next_ranges)
         return batch
 
+    def wait(self) -> None:
+        """Wait until the thread has read what it was given; `load` raises its error."""
+        if self._pending is not None and resolved_ranges(self._pending.predicted):
+            wait([self._pending.batch])
+
     def close(self) -> None:
         """Drop the prefetched batch, and end the thread."""
         if self._pending is not None:
@@ -592,6 +597,10 @@ class StageLoader:
             replace(m, args=(), kwargs=later_stage_keywords(module, m.args, m.kwargs))
             for m in batch.microbatches
         ]
+
+    def wait(self) -> None:
+        """Wait until no thread reads ahead: it would notice draws from the random generators."""
+        self._prefetcher.wait()
 
     def close(self) -> None:
         """Drop the prefetched batches, and end thread and processes."""

@@ -29,6 +29,7 @@ from polyrhythm.run.pipeline.loss import (
     Count,
     LossFunction,
     labels_of,
+    logits_of,
 )
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.run.pipeline.transport import Connections, Inbox, MessageLayout, Transfer
@@ -138,11 +139,11 @@ class StageCompute:
         self._timings.clear()
         return durations
 
-    # Two calls: a context manager would cost more than the timing itself.
     def forget_durations(self) -> None:
         """Forget the actions since the last call of `durations`."""
         self._timings.clear()
 
+    # Two calls: a context manager would cost more than the timing itself.
     def _start_timing(self) -> torch.cuda.Event | Seconds:
         if self.device.type == "cuda" and not self.is_synchronized:
             return self._recorded_event()
@@ -403,6 +404,9 @@ class Executor:
             num_samples=batch.header.sizes[number],
             host_target=batch.targets[number],
         )
+        if self.stage.loss_fn.observer is not None:
+            target = self._to_device(batch.targets[number], batch)
+            self.stage.loss_fn.observer(logits_of(returned), target, batch.header.sizes[number])
         if batch.header.training and not loss.value.requires_grad:
             raise ScheduleError(
                 "a loss that depends on no trained parameter of any stage",

@@ -154,6 +154,8 @@ class LossFunction:
 
     function: Callable[..., Any] | None
     counts_labels: bool = False
+    # Gets output, target and number of samples of each micro-batch: metrics of an evaluation.
+    observer: Callable[[Any, Any, int], None] | None = field(default=None, init=False)
     _recorded: "list[_Reduction]" = field(default_factory=list, init=False)  # in the forward
     _returned: dict[bool, str] = field(default_factory=dict, init=False)  # by training or not
     _ignore_index: int = field(default=IGNORE_INDEX, init=False)  # of the latest call

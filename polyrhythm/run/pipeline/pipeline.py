@@ -498,6 +498,11 @@ class Pipeline:
         step_inputs = StepInputs((), {}, None, {}, False, metadata, training, microbatches)
         (self._step if training else self._forward)(step_inputs, losses)
 
+    def observe_outputs(self, observer: Callable[[Any, Any, int], None] | None) -> None:
+        """Call `observer(output, target, num_samples)` for each micro-batch on the last stage."""
+        if self._loss_fn is not None and self.is_last:
+            self._loss_fn.observer = observer
+
     def split_sizes(self, batch_size: int) -> list[int]:
         """Return the sizes of the micro-batches into which the next batch is split."""
         self._splitter.microbatch_size = (

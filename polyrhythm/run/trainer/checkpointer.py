@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,13 +16,22 @@ from torch.optim import Optimizer
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.plan_file import plan_table
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
-from polyrhythm.run.checkpoint.folder import CHECKPOINTS, list_steps
+from polyrhythm.run.checkpoint.folder import (
+    BEST,
+    CHECKPOINTS,
+    best,
+    candidates,
+    find_best,
+    list_steps,
+)
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from polyrhythm.run.checkpoint.save import SaveOutcome
 from polyrhythm.run.checkpoint.state import restore
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.pipeline.partition import ModelPartition
 from polyrhythm.run.trainer.config import TrainerConfig
+from polyrhythm.run.trainer.metrics import Improvement
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.sinks.jsonl import EventLog
@@ -44,6 +54,8 @@ class TrainerCheckpointer:
     is_continued: bool = field(default=False, init=False)  # its checkpoints are of this run
     checkpoints: Checkpointer | None = field(default=None, init=False)  # once it is needed
     _num_restores: int = field(default=0, init=False)
+    _is_pending: bool = field(default=False, init=False)  # a save whose outcome is not known
+    _saved: deque[SaveOutcome] = field(default_factory=deque, init=False)
 
     @classmethod
     def of(
@@ -72,7 +84,7 @@ class TrainerCheckpointer:
         others = range(plan.num_stages, plan.num_workers)
         restorers = Members((plan.rank(LEADER), *others))
         made = cls(part, worker, {"plan": plan_table(plan)}, make, store, restorers, folder)
-        if config.checkpoint.every is not None:
+        if config.checkpoint.every is not None or config.checkpoint.keep_best is not None:
             made.open()  # a folder that stages do not share is refused at the start
         return made
 
@@ -89,7 +101,10 @@ class TrainerCheckpointer:
         strategy.synchronize()
         future = strategy.async_state_dict()
         if (checkpoints := self.open()) is not None:
-            checkpoints.save(
+            if blocking:
+                checkpoints.wait()
+            self._look_for_outcome()
+            self._is_pending |= checkpoints.save(
                 step,
                 self.part.module,
                 strategy.optimizer,
@@ -99,10 +114,29 @@ class TrainerCheckpointer:
                 blocking=blocking,
             )
 
+    def pop_saved(self) -> SaveOutcome | None:
+        """On the first pipeline: return a checkpoint that has become complete, each once."""
+        self._look_for_outcome()
+        return self._saved.popleft() if self._saved else None
+
+    def _look_for_outcome(self) -> None:
+        if self._is_pending and self.checkpoints is not None:
+            outcome = self.checkpoints.wait(0.0)
+            self._is_pending = outcome is None
+            if outcome is not None and outcome.is_saved:
+                self._saved.append(outcome)
+
+    def is_best(self, improvement: Improvement, value: float) -> bool:
+        """On the leader: whether a value is better than those of all checkpoints on disk."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        found = best(candidates(self.folder, should_warn=False))
+        return improvement.is_better(value, None if found is None else found[1])
+
     def restore(
         self, path: Path | None, optimizer: Optimizer, check: Callable[[Manifest], object]
     ) -> Manifest | None:
-        """Restore `path`, by default the newest complete checkpoint; None if there is none.
+        """Restore `path`, or the best, by default the newest complete one; None if there is none.
 
         Raises CheckpointError in all processes if the checkpoint at `path` is damaged; without
         `path`, if checkpoints exist and all are damaged. `check` may refuse it, before anything
@@ -118,7 +152,7 @@ class TrainerCheckpointer:
             else:
                 tied = self.part.tied
                 manifest = restore(found, module, optimizer, tied=tied, whole=False, verify=False)
-        if path is None or path.parent.resolve() == self.folder.resolve():
+        if path is None or found is None or found.parent.resolve() == self.folder.resolve():
             self.is_continued = True  # only now: after a refusal its checkpoints are not this run's
         return manifest
 
@@ -169,6 +203,9 @@ class TrainerCheckpointer:
             assert self.checkpoints is not None, "this is the first pipeline"
             if path is None:
                 found = _latest_or_raise(self.checkpoints)
+            elif path == Path(BEST):
+                self.checkpoints.wait()  # the best may be about to appear
+                found = self.checkpoints.verify_files(find_best(self.folder))
             else:
                 found = self.checkpoints.verify_files(path)
             return None if found is None else str(found)

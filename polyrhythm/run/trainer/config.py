@@ -1,7 +1,7 @@
 """The Trainer's arguments, checked before any process waits for another."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing import get_all_start_methods
@@ -18,8 +18,10 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.worker_pool import WorkerOptions
 from polyrhythm.run.pipeline.partition import LayerSplit
-from polyrhythm.run.trainer.metrics import HOOKS, Callback
+from polyrhythm.run.trainer.evaluate import EVAL_LOSS, check_metrics
+from polyrhythm.run.trainer.metrics import HOOKS, Callback, EarlyStopping, Improvement
 from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
+from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.sinks.metrics import Logger, StepInfo
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import AUTO, Bytes, Seconds
@@ -83,12 +85,15 @@ class DataConfig:
 class CheckpointConfig:
     """When to save a checkpoint in the run folder, and how many to keep.
 
-    SIGTERM to any process is a preemption notice: all processes save and exit within
-    `grace_period`.
+    `keep_best` is the name of a metric: each evaluation that is better than all before is saved,
+    and the best one stays. SIGTERM to any process is a preemption notice: all processes save and
+    exit within `grace_period`.
     """
 
-    every: int | None = None  # steps; None saves after a preemption notice only
+    every: int | None = None  # steps; None saves after a preemption notice or Ctrl-C only
     keep_last: int = 3
+    keep_best: str | None = None  # "eval_loss", or one of fit's metrics
+    best_mode: str | None = None  # whether the best is the "min" or the "max"; None: min of a loss
     grace_period: Seconds = 30.0
 
     def __post_init__(self) -> None:
@@ -96,6 +101,14 @@ class CheckpointConfig:
             raise _invalid("every", self.every, "an integer from 1 on, or None")
         if not (_is_integer(self.keep_last) and self.keep_last >= 1):
             raise _invalid("keep_last", self.keep_last, "an integer from 1 on")
+        if self.keep_best is not None:
+            Improvement(self.keep_best, self.best_mode)  # refuses an unknown mode
+        elif self.best_mode is not None:
+            raise LaunchError(
+                f"best_mode={self.best_mode!r} without keep_best",
+                expected="the metric that it is the mode of",
+                fix='CheckpointConfig(keep_best="accuracy", best_mode="max")',
+            )
         if not _is_above_0(self.grace_period):
             raise _invalid("grace_period", self.grace_period, "seconds above 0")
 
@@ -132,19 +145,32 @@ class DeviceConfig:
 class FitConfig:
     """The arguments of `Trainer.fit`."""
 
-    max_steps: int
-    overwrite: bool
+    max_steps: int | None
+    max_epochs: int | None
+    eval_dataset: Any
+    eval_every: int | None
+    metrics: Mapping[str, Any]
     callbacks: Sequence[Callback | Callable[[StepInfo], object] | Logger]
     on_nan: str
     progress: bool
+    overwrite: bool
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.max_steps) or self.max_steps < 0:
+        given = {"max_steps": self.max_steps, "max_epochs": self.max_epochs}
+        for name, value in given.items():
+            if value is not None and not (_is_integer(value) and value >= 0):
+                raise LaunchError(
+                    f"fit({name}={value!r})",
+                    expected="the total, 0 or more",
+                    fix="fit(max_steps=1000), or fit(max_epochs=3)",
+                )
+        if self.max_steps is None and self.max_epochs is None:
             raise LaunchError(
-                f"fit(max_steps={self.max_steps!r})",
-                expected="the total, 0 or more",
-                fix="fit(max_steps=1000)",
+                "fit() without max_steps and max_epochs",
+                expected="one of them, or both: then training ends with the first that is reached",
+                fix="fit(max_steps=1000), or fit(max_epochs=3)",
             )
+        self._check_evaluation()
         expected = "a list of functions that take a StepInfo, of objects with on_step(info) or "
         expected += "other hooks, or of loggers"
         if not isinstance(self.callbacks, Sequence) or not all(map(_is_callback, self.callbacks)):
@@ -154,10 +180,55 @@ class FitConfig:
         if not isinstance(self.progress, bool):
             raise _invalid("progress", self.progress, "True or False")
 
+    def _check_evaluation(self) -> None:
+        every = self.eval_every
+        if every is not None and not (_is_integer(every) and every >= 1):
+            raise _invalid("eval_every", every, "an integer from 1 on, or None")
+        check_metrics(self.metrics)
+        given = {"eval_every": every is not None, "metrics": bool(self.metrics)}
+        for name, is_given in given.items():
+            if is_given and self.eval_dataset is None:
+                raise _no_eval_dataset(f"fit({name}=...)")
+        for callback in self.callbacks if isinstance(self.callbacks, Sequence) else ():
+            if isinstance(callback, EarlyStopping):
+                self.check_evaluates(callback.metric, f"EarlyStopping({callback.metric!r})")
+
+    def check_evaluates(self, metric: str, what: str) -> None:
+        """Refuse `what`, which needs a metric, if evaluations do not have it."""
+        if self.eval_dataset is None:
+            raise _no_eval_dataset(what)
+        known = (EVAL_LOSS, *self.metrics)
+        if metric not in known:
+            raise LaunchError(
+                f"{what}: no evaluation has a metric of that name",
+                expected=f"one of {', '.join(known)}",
+                fix=f"use one of these, or pass fit(metrics={{{metric!r}: ...}})",
+            )
+
+    def num_steps(self, global_batch: GlobalBatch, num_samples: int | None) -> int:
+        """Return the total number of steps; `num_samples` of an epoch, None if it is unknown."""
+        if self.max_epochs is None:
+            assert self.max_steps is not None, "one of them is given"
+            return self.max_steps
+        if num_samples is None:
+            raise LaunchError(
+                f"fit(max_epochs={self.max_epochs}) with an iterable dataset",
+                expected="a dataset of known length: the end of an epoch is not known in advance",
+                fix="pass max_steps, such as the number of samples divided by batch_size; or a "
+                "dataset with __len__ and __getitem__",
+            )
+        left = self.max_epochs * num_samples - global_batch.first_position
+        steps = -(-left // global_batch.size)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
     @property
     def must_match(self) -> dict[str, Any]:
         """The arguments that must be equal in all processes."""
-        return {name: getattr(self, name) for name in ("max_steps", "overwrite", "on_nan")}
+        names = ("max_steps", "max_epochs", "eval_every", "overwrite", "on_nan")
+        return {name: getattr(self, name) for name in names} | {
+            "eval_dataset": "none" if self.eval_dataset is None else "given",
+            "metrics": list(self.metrics),
+        }
 
     @property
     def loggers(self) -> list[Logger]:
@@ -214,8 +285,9 @@ class TrainerConfig:
                 expected="one of the two: a plan has its own stages and pipelines",
                 fix="omit plan=, or omit stages= and pipelines=",
             )
-        if self.run_dir is None and self.checkpoint.every is not None:
-            raise no_run_dir(f"CheckpointConfig(every={self.checkpoint.every})")
+        for name in ("every", "keep_best"):
+            if self.run_dir is None and (value := getattr(self.checkpoint, name)) is not None:
+                raise no_run_dir(f"CheckpointConfig({name}={value!r})")
 
     @property
     def degrees(self) -> Degrees:
@@ -233,6 +305,8 @@ class TrainerConfig:
             "shuffle": self.data.shuffle,
             "seed_dropout": self.data.seed_dropout,
             "checkpoint every": self.checkpoint.every,
+            "keep_best": self.checkpoint.keep_best,
+            "best_mode": self.checkpoint.best_mode,
             "samples": None if order is None else order.num_samples,
         }
 
@@ -258,6 +332,14 @@ def _is_above_0(value: object) -> bool:
 
 def _invalid(name: str, value: object, expected: str) -> LaunchError:
     return LaunchError(f"{name}={value!r}", expected=expected, fix=f"pass another {name}")
+
+
+def _no_eval_dataset(what: str) -> LaunchError:
+    return LaunchError(
+        f"{what} without an eval_dataset",
+        expected="a dataset to evaluate",
+        fix="fit(..., eval_dataset=held_out, eval_every=100)",
+    )
 
 
 def no_run_dir(what: str) -> LaunchError:

@@ -2,7 +2,8 @@
 
 A step of a worker: acquire samples, run the pipeline, update, synchronise, record.
 
-A job with a fixed sync mode has one phase. Under `sync="auto"` a phase ends when another mode is
+A job with a fixed sync mode has one phase; in groups an evaluation ends it, so that all replicas
+are equal, and the next one continues. Under `sync="auto"` a phase ends when another mode is
 predicted to be faster: all replicas average to equal weights, rank 0 broadcasts which samples are
 left, and the next phase starts from there. A preemption notice also ends the phase
 (`preemption.py`).
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -30,7 +33,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from polyrhythm.errors import LaunchError, TrainingError, peer_errors
 from polyrhythm.events import Value
 from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
-from polyrhythm.run.checkpoint.manifest import CheckpointError, Manifest
+from polyrhythm.run.checkpoint.manifest import CheckpointError, Evaluation, Manifest
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
@@ -41,8 +44,11 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.check_model import check_input_names
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import FitConfig, TrainerConfig
+from polyrhythm.run.trainer.evaluate import EVAL_LOSS, BatchDispatcher, Evaluator
 from polyrhythm.run.trainer.metrics import (
+    Callback,
     GroupMetrics,
+    Improvement,
     Measured,
     MeasuredStep,
     MetricGather,
@@ -74,6 +80,7 @@ _LR_STATE = "the state of the learning rate scheduler"
 NUM_STEPS_KEPT = 1000  # in memory, of a fit
 _BY_CALLBACK = "a callback"  # ends training early
 _logger = logging.getLogger(__name__)
+_LOOK_INTERVAL: Seconds = 0.1  # for a checkpoint that has become complete
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
 
@@ -85,6 +92,7 @@ class TrainProgress:
     step: int = 0  # global steps done
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
+    evaluation: tuple[int, Evaluation] | None = None  # the last one, and the step that it is of
     is_finite: bool = True  # the loss and the gradients of the last step
     is_updating: bool = False  # weights, optimizer and step are not of the same step
     problem: str = ""  # after a failed fit: why this is not the state after `step`
@@ -134,6 +142,7 @@ class TrainProgress:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
         extra = manifest.extra
         self.step, self.is_updating, self.problem = manifest.step, False, ""
+        self.evaluation = None
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
         stream = extra.get("stream")
@@ -145,6 +154,8 @@ class TrainProgress:
         """Return what a checkpoint holds besides model and optimizer."""
         rates = base64.b64encode(encode_state(self.lr_state, _LR_STATE)).decode()
         extra = {"supply": msgspec.to_builtins(sampler_state), "rates": rates}
+        if self.evaluation is not None and self.evaluation[0] == self.step:
+            extra[Evaluation.KEY] = msgspec.to_builtins(self.evaluation[1])
         return extra if dataset_state is None else extra | {"stream": dataset_state.as_json()}
 
 
@@ -166,6 +177,7 @@ class FitContext:
     preemption: PreemptionHandler
     machines: Sequence[str]  # by rank; needed under sync="auto"
     metric_store: JobStore  # of the thread that publishes metrics in groups
+    evaluation_numbers: Iterator[int] = field(default_factory=lambda: count(1))
     metric_gathers: dict[tuple[int, ...], MetricGather] = field(default_factory=dict)  # by ranks
     # Of the replicas of this stage, by pipelines: after a loss, those that are left.
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -210,6 +222,16 @@ class FitContext:
         if ranks not in self.metric_gathers:
             self.metric_gathers[ranks] = MetricGather(ranks, timeout=self.config.timeout)
         return self.metric_gathers[ranks]
+
+    def batch_dispatcher(self, num_samples: int) -> BatchDispatcher:
+        """Return the dispatcher of the next evaluation; all workers make it."""
+        return BatchDispatcher(
+            next(self.evaluation_numbers),
+            self.store,
+            self.members,
+            num_samples,
+            max(1, self.global_batch.size // self.num_pipelines),
+        )
 
     @property
     def data_settings(self) -> DataSettings:
@@ -293,11 +315,17 @@ class FitLoop:
         progress: TrainProgress,
         config: FitConfig,
         loggers: Sequence[Logger],
+        evaluator: Evaluator | None = None,
     ) -> None:
         """`name` is unique to this fit; `loggers` are empty except on the leader."""
         self.context, self.progress, self.config, self.loggers = context, progress, config, loggers
-        self.num_steps = config.max_steps  # counted from the start of training
-        self._name, self._num_decisions = name, 0
+        # Counted from the start of training.
+        self.num_steps = config.num_steps(context.global_batch, context.samples.num_samples)
+        self._evaluator, self.evals = evaluator, list[tuple[int, dict[str, float]]]()
+        self.saves_after_evaluation = False  # a checkpoint is due after the same step
+        self._limit = 0  # samples of all phases until the end of this one
+        self._saved = SavedCheckpoints(name, context, config.callbacks)
+        self._name, self._num_decisions, self._last_mode = name, 0, ""
         self.stage_loader = StageLoader(context.pipeline, context.samples)
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
@@ -327,14 +355,22 @@ class FitLoop:
     def run(self) -> None:
         name: str | None = self.context.config.sync.first_mode.name
         if self.context.is_leader and self.config.progress:
-            self.display = FitProgress(self.progress.step, self.num_steps)
+            self.display = FitProgress(
+                self.progress.step,
+                self.num_steps,
+                epochs_at=None if self.context.samples.num_samples is None else self._epochs_at,
+            )
+        self._saved.begin()
         try:
             while name is not None:
                 name = self._train(SyncMode.named(name))
+            self._saved.finish()
         finally:
             if self.display is not None:
                 self.display.close()
             self.stage_loader.close()
+            if self._evaluator is not None:
+                self._evaluator.close()
         if self.problem:
             self._raise_not_finite()
 
@@ -359,7 +395,70 @@ class FitLoop:
             values = shown.values()
             for logger in self.loggers:
                 logger.log(shown.step, values)
-        return call_hooks(self.config.callbacks, "on_step", info)
+        wants_stop = call_hooks(self.config.callbacks, "on_step", info)
+        return self._saved.report() or wants_stop
+
+    def _epochs_at(self, step: int) -> float:
+        assert self.context.samples.num_samples is not None, "an epoch has an end"
+        return self.context.global_batch.start_of(step) / self.context.samples.num_samples
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether an evaluation is due during training, before its last step, after `step`."""
+        every = self.config.eval_every
+        return every is not None and step % every == 0 and 0 < step < self.num_steps
+
+    @property
+    def _next_evaluation(self) -> int:
+        """The step after which the next evaluation is due; the last one has one, too."""
+        every = self.config.eval_every or self.num_steps
+        return min(self.num_steps, (self.progress.step // every + 1) * every)
+
+    def _evaluate(self) -> bool:
+        """Evaluate the weights, which are equal on all replicas; return whether to save them.
+
+        None of it changes how training goes on, except that a callback may end it.
+        """
+        context, step = self.context, self.progress.step
+        num_samples = None if self._evaluator is None else self._evaluator.samples.num_samples
+        if self._evaluator is None or num_samples is None or step in dict(self.evals):
+            return False
+        self.stage_loader.wait()
+        dispatcher = context.batch_dispatcher(num_samples)
+        values = self._evaluator.run(dispatcher)
+        if values is None:  # a notice will end training
+            return False
+        name = f"the decision after evaluation {dispatcher.number}"
+        try:
+            wants_stop, is_best = self._report_evaluation(step, values)
+        except Exception as error:
+            context.store.fail(name, error, context.members)
+            raise
+        answers = context.store.all_gather_object(name, (wants_stop, is_best), context.members)
+        context.store.delete(
+            f"the decision after evaluation {dispatcher.number - 1}", context.members
+        )
+        self.is_stopping |= any(wants_stop for wants_stop, _ in answers)
+        is_due, self.saves_after_evaluation = self.saves_after_evaluation, False
+        return is_due or answers[0][1]  # only the leader knows the best one
+
+    def _report_evaluation(self, step: int, values: dict[str, float]) -> tuple[bool, bool]:
+        """Return whether a callback wants to stop, and on the leader whether it is the best."""
+        self.evals.append((step, values))
+        if self.display is not None:
+            self.display.eval_loss = values[EVAL_LOSS]
+        for logger in self.loggers:
+            logger.log(step, values)
+        is_best, config = False, self.context.config.checkpoint
+        if config.keep_best is not None:
+            improvement = Improvement(config.keep_best, config.best_mode)
+            value = values[improvement.metric]
+            if math.isfinite(value):
+                found = Evaluation(improvement.metric, improvement.mode, value)
+                self.progress.evaluation = step, found
+            checkpointer = self.context.checkpointer
+            if self.context.is_leader and checkpointer is not None:
+                is_best = checkpointer.is_best(improvement, value)
+        return call_hooks(self.config.callbacks, "on_eval", step, values), is_best
 
     def _raise_not_finite(self) -> NoReturn:
         """Raise the error of on_nan="stop" on all workers, when checkpoints are on disk."""
@@ -378,13 +477,14 @@ class FitLoop:
 
     def _train(self, mode: SyncMode) -> str | None:
         """Train one phase and return the sync mode of the next; None ends the fit."""
-        if self.exchange is not None:
+        if self.exchange is not None and mode.name != self._last_mode:
             self.exchange.begin(mode.name, self.progress.step)
+        self._last_mode = mode.name
         strategy, phase = self._make_strategy(mode), None
         try:
             phase = Phase(self, mode, strategy)
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
-            progress = self.progress
+            progress, before = self.progress, self.progress.step
             progress.sampler_state = decision.sampler_state
             num_used = decision.sampler_state.num_used
             progress.step = self.context.global_batch.step_at(num_used)
@@ -394,8 +494,18 @@ class FitLoop:
             self.problem = self.problem or decision.problem
             if decision.lost:
                 self._forget(decision.lost)
-            if decision.sync_mode is None and not self.problem:
-                self._save_last(strategy)
+            next_mode = decision.sync_mode
+            # Another pipeline may have run the step after which a checkpoint is due.
+            is_saved = self.is_checkpoint_due(before, progress.step)
+            if (next_mode is None or self.is_evaluated(progress.step)) and not (
+                self.problem or self.exit_status
+            ):
+                is_saved |= self._evaluate()
+                next_mode = None if self.is_stopping else next_mode
+            is_last = next_mode is None and not self.problem
+            is_saved |= is_last and bool(self.context.config.checkpoint.every or self.exit_status)
+            if is_saved:
+                self._save(strategy, progress.sampler_state, blocking=is_last)
             self._close_strategy(strategy)
         except BaseException:
             try:
@@ -404,9 +514,9 @@ class FitLoop:
             finally:
                 strategy.abort()
             raise
-        if not phase.in_lockstep and decision.sync_mode is not None:
+        if not phase.in_lockstep and next_mode not in (None, mode.name):
             _broadcast_optimizer_state(progress.optimizer, self.context)
-        return decision.sync_mode
+        return next_mode
 
     def _forget(self, lost: Sequence[int]) -> None:
         """Continue without pipelines that were lost in groups."""
@@ -420,7 +530,7 @@ class FitLoop:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
         window = None if self.exchange is None else self.exchange.num_steps
         while True:
-            phase.run(window)
+            self._run_window(phase, window)
             if phase.is_over:
                 phase.strategy.average_all()
                 return self._decide(lambda: self._final_decision(phase.sampler.sampler_state()))
@@ -432,6 +542,26 @@ class FitLoop:
                 phase.finish_metrics()
                 phase.strategy.average_all()
                 return decision
+
+    def _run_window(self, phase: "Phase", window: int | None) -> None:
+        """Run so many steps, or all that are left, with evaluations between them."""
+        end = self.num_steps + 1 if window is None else self.progress.step + window
+        while not phase.is_over and self.progress.step < end:
+            # After the last step another one is tried, which ends the phase.
+            next_stop = self._next_evaluation if self._evaluator is not None else end
+            phase.run(max(1, min(end, next_stop) - self.progress.step))
+            if phase.is_over or not self.is_evaluated(self.progress.step):
+                continue
+            phase.finish_metrics()
+            if self.is_stopping:  # the next step ends the phase, and the fit evaluates then
+                continue
+            if phase.mode.averages == "model":
+                phase.strategy.average_all()
+            else:
+                phase.strategy.synchronize()
+            if self._evaluate():
+                self.progress.lr_state = phase.lr_state()
+                self._save(phase.strategy, phase.sampler.sampler_state())
 
     def _in_groups(self, phase: "Phase") -> SyncDecision:
         """Train until the samples run out; rank 0 may end them early."""
@@ -475,10 +605,12 @@ class FitLoop:
         if why and why != _BY_CALLBACK:
             self.problem = why
         is_left = sampler_state.num_used < self.end_of_samples
-        if phase.next_sync_mode is not None and is_left and not why:
-            return SyncDecision(
-                sync_mode=phase.next_sync_mode, sampler_state=sampler_state, lost=lost
-            )
+        next_mode = phase.next_sync_mode
+        is_at_limit = sampler_state.num_used >= self._limit
+        if next_mode is None and is_at_limit and not self.context.preemption.is_stop_requested:
+            next_mode = phase.mode.name  # it has ended for an evaluation
+        if next_mode is not None and is_left and not why:
+            return SyncDecision(sync_mode=next_mode, sampler_state=sampler_state, lost=lost)
         return replace(self._final_decision(sampler_state), lost=lost)
 
     def _final_decision(self, sampler_state: SamplerState) -> SyncDecision:
@@ -496,6 +628,7 @@ class FitLoop:
 
     def _make_strategy(self, mode: SyncMode) -> NoSync:
         context, config = self.context, self.context.config
+        self._limit = self._limit_of(mode)
         pipelines, (stage, pipeline) = context.pipelines, context.worker
         left, group = tuple(pipelines), None
         if 1 < len(left) < dist.get_world_size() // context.pipeline.num_stages:
@@ -518,16 +651,28 @@ class FitLoop:
             process_group=group,
             seed=config.data.seed,
             timeout=config.timeout,
-            sampler_state=replace(self.progress.sampler_state, limit=self.end_of_samples),
+            sampler_state=replace(self.progress.sampler_state, limit=self._limit),
             name=self.phase_name,
         )
 
-    def _save_last(self, strategy: NoSync) -> None:
+    def _limit_of(self, mode: SyncMode) -> int:
+        """Return how many samples the next phase may use: in groups, those until an evaluation."""
+        end = self._next_evaluation if self._evaluator is not None else self.num_steps
+        return self.end_of_samples if mode.lockstep else self.context.global_batch.start_of(end)
+
+    def is_checkpoint_due(self, before: int, step: int) -> bool:
+        """Whether one is due during training after `step`, if the last save looked at `before`."""
+        every = self.context.config.checkpoint.every
+        return every is not None and step // every > before // every and step < self.num_steps
+
+    def _save(
+        self, strategy: NoSync, sampler_state: SamplerState, *, blocking: bool = False
+    ) -> None:
         context, progress = self.context, self.progress
-        is_due = context.config.checkpoint.every or self.exit_status
-        if context.checkpointer is not None and is_due:
-            extra = context.extra(progress, progress.sampler_state)
-            context.checkpointer.save(progress.step, strategy, extra, blocking=True)
+        if context.checkpointer is not None:
+            blocking |= context.config.checkpoint.keep_best is not None  # it must not be skipped
+            extra = context.extra(progress, sampler_state)
+            context.checkpointer.save(progress.step, strategy, extra, blocking=blocking)
 
     def _close_strategy(self, strategy: NoSync) -> None:
         state = strategy.optimizer.state_dict() if isinstance(strategy, DecoupledStrategy) else None
@@ -535,6 +680,72 @@ class FitLoop:
         if state is not None:  # it was sharded over the replicas
             self.progress.optimizer = self.context.new_optimizer()
             self.progress.optimizer.load_state_dict(state)
+
+
+class SavedCheckpoints:
+    """Calls `on_checkpoint` on every worker for each checkpoint that becomes complete in a fit.
+
+    Only the first pipeline saves: its first worker publishes each in the job's store.
+    """
+
+    def __init__(self, name: str, context: FitContext, callbacks: Sequence[Any]) -> None:
+        self._name, self._context, self._callbacks = name, context, callbacks
+        self._is_used = False  # a worker has such a callback
+        self._num_reported, self._next_look = 0, 0.0
+
+    def begin(self) -> None:
+        """Find out whether any worker has such a callback; all call it."""
+        if self._context.checkpointer is None:
+            return
+        while self._context.checkpointer.pop_saved() is not None:
+            pass  # those of `save` and of an earlier fit
+        hooks = (getattr(each, "on_checkpoint", None) for each in self._callbacks)
+        does_nothing = None, Callback.on_checkpoint
+        own = any(getattr(hook, "__func__", hook) not in does_nothing for hook in hooks)
+        store, name = self._context.store, f"checkpoint callbacks of {self._name}"
+        self._is_used = any(store.all_gather_object(name, own, self._context.members))
+
+    def report(self) -> bool:
+        """Call the callbacks for checkpoints that have become complete; return whether to stop."""
+        now = time.monotonic()
+        if not self._is_used or now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_INTERVAL
+        wants_stop = False
+        while (found := self._next()) is not None:
+            step, path = found
+            self._num_reported += 1
+            wants_stop |= call_hooks(self._callbacks, "on_checkpoint", step, Path(path))
+        return wants_stop
+
+    def finish(self) -> None:
+        """At the end of a fit: wait for the last one."""
+        if not self._is_used:
+            return
+        context, self._next_look = self._context, 0.0
+
+        def finish_last() -> None:
+            assert context.checkpointer is not None, "there are checkpoints"
+            context.checkpointer.wait()
+            self.report()
+
+        name = f"the end of the checkpoints of {self._name}"
+        context.store.run_on_leader(name, finish_last, context.members)
+        self._next_look = 0.0
+        self.report()
+
+    def _next(self) -> tuple[int, str] | None:
+        context, name = self._context, f"checkpoint {self._num_reported} of {self._name}"
+        if not context.is_leader:
+            found: tuple[int, str] | None = context.store.peek(name, context.members)
+            return found
+        assert context.checkpointer is not None, "there are checkpoints"
+        saved = context.checkpointer.pop_saved()
+        if saved is None:
+            return None
+        published = saved.step, str(saved.path)
+        context.store.set_once(name, published, context.members)
+        return published
 
 
 class Phase:
@@ -788,9 +999,10 @@ class Phase:
     def _save_if_due(self, before: int, step: int) -> None:
         """Save if `checkpoint.every` steps are done; the last one led from `before` to `step`."""
         progress, checkpointer = self._progress, self._context.checkpointer
-        every = self._context.config.checkpoint.every
-        is_due = every and step // every > before // every and step < self._fit.num_steps
-        if checkpointer is not None and is_due:
+        is_due = self._fit.is_checkpoint_due(before, step)
+        if is_due and self._fit.is_evaluated(step):
+            self._fit.saves_after_evaluation = True  # the checkpoint has its result
+        elif checkpointer is not None and is_due:
             progress.lr_state = self.lr_state()
             extra = self._context.extra(progress, self.sampler.sampler_state())
             checkpointer.save(step, self.strategy, extra)

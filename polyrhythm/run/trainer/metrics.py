@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyrhythm.errors import PeerError, UserError, peer_errors
+from polyrhythm.errors import LaunchError, PeerError, UserError, peer_errors
 from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
@@ -46,17 +46,79 @@ class Callback:
     """What a Trainer calls during `fit`; a subclass, or any object with some of these methods.
 
     Each may return `STOP`: then training ends on all workers after the same step, at most two steps
-    later. It is enough if one worker's callback does.
+    later, or at once after an evaluation. It is enough if one worker's callback does.
     """
 
     def on_step(self, info: StepInfo) -> object:
         """Called for each step, on every worker."""
 
     def on_eval(self, step: int, values: Mapping[str, float]) -> object:
-        """Called after each evaluation during `fit`, on every worker."""
+        """Called after each evaluation during `fit`, on every worker; `step`: of steps done."""
 
     def on_checkpoint(self, step: int, path: Path) -> object:
-        """Called for each checkpoint that is saved, on every worker."""
+        """Called on every worker when a checkpoint is complete, a few steps after `step`."""
+
+
+class Improvement:
+    """Compares the values of a metric: whether one is better than another."""
+
+    def __init__(self, metric: str, mode: str | None) -> None:
+        """`mode`: "min" or "max"; None for the min of a loss."""
+        if not isinstance(metric, str) or mode not in ("min", "max", None):
+            raise LaunchError(
+                f"the mode {mode!r} of metric {metric!r}",
+                expected="the name of a metric, and 'min' or 'max'",
+                fix="use 'min' for a loss, 'max' for an accuracy",
+            )
+        if mode is None and not metric.endswith("loss"):
+            raise LaunchError(
+                f"the best {metric!r} without a mode",
+                expected="'max' if more is better, or 'min'",
+                fix=f"EarlyStopping({metric!r}, mode='max'), or "
+                f"CheckpointConfig(keep_best={metric!r}, best_mode='max')",
+            )
+        self.metric, self.mode = metric, mode or "min"
+
+    def is_better(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
+        """Whether `value` is better than the `best` so far by more than `min_delta`."""
+        if not math.isfinite(value):
+            return False
+        gain = 0.0 if best is None else (best - value if self.mode == "min" else value - best)
+        return best is None or gain > min_delta
+
+
+class EarlyStopping(Callback):
+    """Stops training if a metric has not become better in `patience` evaluations in a row.
+
+    Better means by more than `min_delta`. A value that is not finite is not better.
+    """
+
+    def __init__(
+        self,
+        metric: str = "eval_loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str | None = None,
+    ) -> None:
+        """`mode`: whether the best is the "min" or the "max"; by default the min of a loss."""
+        if not isinstance(patience, int) or patience < 1 or not min_delta >= 0:
+            raise LaunchError(
+                f"EarlyStopping(patience={patience!r}, min_delta={min_delta!r})",
+                expected="a number of evaluations from 1 on, and a difference of 0 or more",
+                fix="EarlyStopping(patience=3)",
+            )
+        self._improvement = Improvement(metric, mode)
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.best: float | None = None
+        self.num_worse = 0  # evaluations since the best one
+
+    def on_eval(self, step: int, values: Mapping[str, float]) -> object:
+        if self._improvement.is_better(values[self.metric], self.best, self.min_delta):
+            self.best, self.num_worse = values[self.metric], 0
+            return None
+        self.num_worse += 1
+        return STOP if self.num_worse >= self.patience else None
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))

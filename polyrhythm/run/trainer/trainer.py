@@ -13,12 +13,13 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ from polyrhythm.run.trainer.config import (
     TrainerConfig,
     no_run_dir,
 )
-from polyrhythm.run.trainer.evaluate import BatchDispatcher, evaluate
+from polyrhythm.run.trainer.evaluate import EVAL_LOSS, Evaluator, check_metrics
 from polyrhythm.run.trainer.fit_loop import (
     FitContext,
     FitLoop,
@@ -87,10 +88,13 @@ class FitResult:
     seconds: Seconds
     num_samples: int  # of all pipelines
     checkpoints: Path | None  # the folder of checkpoints, if there is a run folder
+    evals: tuple[tuple[int, dict[str, float]], ...] = ()  # steps done, and loss and metrics
 
     def __repr__(self) -> str:
         rate = self.num_samples / max(self.seconds, 1e-9)
         last = f", loss={self.losses[-1]:.4g}" if self.losses else ""
+        for name, value in self.evals[-1][1].items() if self.evals else ():
+            last += f", {name}={value:.4g}"
         saved = f", checkpoints={str(self.checkpoints)!r}" if self.checkpoints else ""
         return (
             f"FitResult({len(self.losses)} steps{last}, {rate:,.4g} samples/s, "
@@ -182,7 +186,7 @@ class Trainer:
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
         self._is_fitting = self._has_started = False
-        self._num_fits = self._num_begins = self._num_evaluations = 0
+        self._num_fits = self._num_begins = 0
         self._num_saves = 0  # after a failure
         self._failure: str | None = None  # of the last fit
         self._loggers = list[Logger]()  # of all fits, on the leader
@@ -257,13 +261,22 @@ class Trainer:
     def fit(
         self,
         *,
-        max_steps: int,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        eval_dataset: Dataset[Any] | Iterable[Any] | None = None,
+        eval_every: int | None = None,
+        metrics: Mapping[str, Any] = MappingProxyType({}),
         callbacks: Sequence[Callback | Callable[[StepInfo], object] | Logger] = (),
         on_nan: str = "warn",
         progress: bool = True,
         overwrite: bool = False,
     ) -> FitResult:
         """Train until `max_steps` global steps are done, counted from the start of training.
+
+        Or until every sample was used `max_epochs` times; with both, until the first of them.
+        `eval_dataset` is evaluated after every `eval_every` steps and at the end: its mean loss, as
+        `eval_loss`, and `metrics`. These are functions of (output, target) of a micro-batch, which
+        return a mean over its samples or (sum, count), or torchmetrics.Metric objects.
 
         `callbacks` get the StepInfo of every step, on all workers, and may return `STOP`; loggers
         among them get metrics, in the first process, which also shows `progress`. If a loss or
@@ -285,12 +298,17 @@ class Trainer:
         store.check_consistent(f"fit {self._num_fits}", config.must_match, members, fix=fix)
         store.delete(f"fit {self._num_fits - 1}", members)  # all have read it, or would not be here
         name = f"{self._membership.name}/fit {self._num_fits}"
-        loggers = self._loggers_of(config)
-        fit_loop = FitLoop(name, self._context, self._progress, config, loggers)
+        if (keep_best := self._config.checkpoint.keep_best) is not None:
+            config.check_evaluates(keep_best, f"CheckpointConfig(keep_best={keep_best!r})")
+        loggers, evaluator = self._loggers_of(config), None
+        if eval_dataset is not None:
+            evaluator = self._evaluator("fit()", eval_dataset, metrics)
+            evaluator.is_stop_requested = lambda: self._preemption.is_stop_requested
+        fit_loop = FitLoop(name, self._context, self._progress, config, loggers, evaluator)
         num_used = self._progress.sampler_state.num_used
-        if max_steps > self.global_step:
+        if fit_loop.num_steps > self.global_step:
             self._begin_run("fit()", overwrite=overwrite)
-            self._record_run(max_steps - self.global_step)
+            self._record_run(fit_loop.num_steps - self.global_step)
             self._run(fit_loop)
             self._context = fit_loop.context  # without the pipelines that were lost
         if fit_loop.exit_status:
@@ -302,28 +320,35 @@ class Trainer:
             seconds=seconds,
             num_samples=self._progress.sampler_state.num_used - num_used,
             checkpoints=None if self._checkpointer is None else self._checkpointer.folder,
+            evals=tuple(fit_loop.evals),
         )
 
-    def evaluate(self, dataset: Dataset[Any] | Iterable[Any]) -> float:
-        """Return the mean loss on a dataset; all workers call it, fast pipelines compute more."""
+    @overload
+    def evaluate(self, dataset: Dataset[Any] | Iterable[Any]) -> float: ...
+    @overload
+    def evaluate(
+        self, dataset: Dataset[Any] | Iterable[Any], *, metrics: Mapping[str, Any]
+    ) -> dict[str, float]: ...
+    def evaluate(
+        self,
+        dataset: Dataset[Any] | Iterable[Any],
+        *,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> float | dict[str, float]:
+        """Return the mean loss on a dataset; all workers call it, fast pipelines compute more.
+
+        With `metrics`, as in `fit`, a dict of these and `eval_loss`.
+        """
         self._check_between_fits("evaluate()")
-        order = make_order(dataset, shuffle=False)
-        if order is None:
-            raise LaunchError(
-                f"evaluate() on a {type(dataset).__name__} without a length",
-                expected="a dataset of known length",
-                fix="define __len__ and __getitem__ on it",
-            )
-        self._num_evaluations += 1
-        dispatcher = BatchDispatcher(
-            self._num_evaluations,
-            self._context.store,
-            self._context.members,
-            order.num_samples,
-            max(1, self._global_batch.size // self.plan.num_pipelines),
-        )
-        with self._config.device.precision(self.pipeline.device):
-            return evaluate(self.pipeline, self._make_loader(dataset, order), dispatcher)
+        check_metrics(metrics or {})
+        evaluator = self._evaluator("evaluate()", dataset, metrics or {})
+        assert evaluator.samples.num_samples is not None, "it has a length"
+        try:
+            values = evaluator.run(self._context.batch_dispatcher(evaluator.samples.num_samples))
+        finally:
+            evaluator.close()
+        assert values is not None, "nothing ends it"
+        return values[EVAL_LOSS] if metrics is None else values
 
     def save(self) -> None:
         """Save a checkpoint of the current state; it is on disk when this returns.
@@ -342,6 +367,9 @@ class Trainer:
 
     def restore(self, path: Path | str | None = None, *, restart_data: bool = False) -> int:
         """Restore a checkpoint, by default the newest of the run, and return its step, or 0.
+
+        `path` is that of a checkpoint, or "best": that of the best evaluation of the run
+        (`CheckpointConfig(keep_best=...)`).
 
         The job that saved it may have had another plan, and another `batch_size`: samples that
         were used stay used, and steps count on. Another seed, shuffle or number of samples is
@@ -635,6 +663,23 @@ class Trainer:
             seed=self._config.data.seed,
             has_fingerprints=self.pipeline.num_stages > 1,
             workers=self._config.data.workers,
+        )
+
+    def _evaluator(
+        self, what: str, dataset: Dataset[Any] | Iterable[Any], metrics: Mapping[str, Any]
+    ) -> Evaluator:
+        order = make_order(dataset, shuffle=False)
+        if order is None:
+            raise LaunchError(
+                f"{what} evaluates a {type(dataset).__name__} without a length",
+                expected="a dataset of known length",
+                fix="define __len__ and __getitem__ on it",
+            )
+        return Evaluator(
+            pipeline=self.pipeline,
+            samples=self._make_loader(dataset, order),
+            metrics=metrics,
+            precision=self._config.device.precision,
         )
 
     def _require_checkpointer(self) -> TrainerCheckpointer:
