@@ -124,7 +124,7 @@ class Logger(Protocol):
         """Write what is left; called when the Trainer is closed."""
 
 
-class JsonLines:
+class JsonLines(AppendedLines):
     """One JSON object per step and per evaluation; every run folder has a `metrics.jsonl`.
 
     The file is continued after a restore: of two lines with the same step and names the later one
@@ -132,16 +132,12 @@ class JsonLines:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self._lines = AppendedLines(Path(path), continues=True)
-        self._encoder = msgspec.json.Encoder()
+        super().__init__(Path(path), continues=True)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         row: dict[str, Value] = {"step": step}
         row |= {name: writable(value) for name, value in values.items()}
-        self._lines.append_line(self._encoder.encode(row))
-
-    def close(self) -> None:
-        self._lines.close()
+        self.append(row, may_wait=True)
 
 
 class TensorBoard:

@@ -1,5 +1,6 @@
 """Metrics of each step: the same on every worker, equal to those of one process; and callbacks."""
 
+import itertools
 import json
 import math
 import re
@@ -16,8 +17,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 from polyrhythm.errors import LaunchError, TrainingError
+from polyrhythm.events import read_run
 from polyrhythm.run.checkpoint.folder import list_steps
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.decoupled.optimizer import squared_norm
 from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.metrics import STOP, Callback
 from polyrhythm.run.trainer.trainer import Trainer
@@ -300,3 +303,26 @@ def test_loggers_of_the_leader_and_the_run_folder_get_every_step(tmp_path: Path,
         assert [step for step, _ in first] == list(range(STEPS))
     names = {"loss", "grad_norm", "learning_rate", "samples_per_second", "peak_memory"}
     assert all(names <= values.keys() for _, values in first)
+
+
+def test_steps_before_an_error_are_recorded(tmp_path: Path) -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        if next(calls) == STEPS - 1:
+            raise ValueError("broken")
+        return mse_loss(output, target)
+
+    calls = itertools.count()
+    options: Any = {"run_dir": tmp_path, "microbatch_size": BATCH, "loss_fn": loss_fn}
+    with trainer(plan_of(1, 1), **options) as made, pytest.raises(ValueError, match="broken"):
+        made.fit(max_steps=STEPS)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS - 1))
+    steps = [event.step for event in read_run(tmp_path) if event.kind == "step"]
+    assert steps == list(range(STEPS - 1))
+
+
+def test_the_squared_norm_covers_tensors_of_all_kinds() -> None:
+    large = torch.randn(200, 300)
+    tensors = [large, large.t(), large.double(), large.bfloat16(), large[:2], torch.empty(0)]
+    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert squared_norm(tensors) == pytest.approx(expected, rel=1e-5)

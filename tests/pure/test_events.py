@@ -1,5 +1,8 @@
 """The event log: written events are read back in order, also while the log grows."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,7 +78,7 @@ def test_a_reader_sees_new_events_while_the_log_grows(tmp_path: Path) -> None:
     with EventLog(path) as log:
         reader = LogReader(path)
         assert list(reader.new()) == []
-        log.write("step", step=0)
+        log.write("average", step=0)
         assert [e.step for e in reader.new()] == [0]
         with path.open("ab") as other:  # half a line is not an event yet
             other.write(b'{"kind":"step",')
@@ -83,6 +86,35 @@ def test_a_reader_sees_new_events_while_the_log_grows(tmp_path: Path) -> None:
             assert list(reader.new()) == []
             other.write(b'"time":1.0,"step":1}\n')
         assert [e.step for e in reader.new()] == [1]
+
+
+def test_events_of_each_step_are_written_soon_and_before_later_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    reader, steps = LogReader(path), list[int | None]()
+    with EventLog(path) as log:
+        log.write("step", step=0)
+        deadline = time.monotonic() + 30
+        while not steps and time.monotonic() < deadline:  # nothing else is written
+            time.sleep(0.01)
+            steps += [e.step for e in reader.new()]
+        log.write("step", step=1)
+        log.write("average", step=2)
+        steps += [e.step for e in reader.new()]
+        assert steps == [0, 1, 2]
+        log.write("step", step=3)
+    assert [e.step for e in reader.new()] == [3]
+
+
+def test_a_process_that_exits_without_closing_its_log_writes_all_events(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    code = f"""
+from pathlib import Path
+from polyrhythm.sinks.jsonl import EventLog
+log = EventLog(Path({str(path)!r}))
+log.write("step", step=7)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert [e.step for e in LogReader(path).new()] == [7]
 
 
 def write_run(run: Path) -> None:

@@ -72,6 +72,7 @@ _logger = logging.getLogger(__name__)
 
 _CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
 _STEP, _CLIP, _GRADIENTS = "step()", "clip_grad_norm_()", "the mean gradients"
+_MIN_DOT = 16384  # elements; below, many tensors in one call take less time
 _STATE_DICT, _ASYNC_STATE_DICT = "state_dict()", "async_state_dict()"
 
 
@@ -558,8 +559,15 @@ def _norm_of(
 def squared_norm(tensors: Sequence[Tensor]) -> Tensor | float:
     """Return the sum of squares of all tensors; on a GPU as a tensor, without waiting for it."""
     squares: Tensor | float = 0.0
+    small = list[Tensor]()
+    for tensor in tensors:
+        if tensor.numel() < _MIN_DOT or not _is_plain(tensor):
+            small.append(tensor)
+        else:  # a third of the time of a norm, and more exact
+            flat = tensor.view(-1)
+            squares += torch.dot(flat, flat).item()
     for is_half in (False, True):
-        some = [t for t in tensors if (t.dtype in HALF_PRECISION) is is_half]
+        some = [t for t in small if (t.dtype in HALF_PRECISION) is is_half]
         if some:
             norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
             norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
@@ -569,6 +577,11 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor | float:
             else:
                 squares += torch.stack(norms).double().square().sum()
     return squares
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_real = tensor.dtype in (torch.float32, torch.float64)
+    return is_real and tensor.is_cpu and type(tensor) is Tensor and tensor.is_contiguous()
 
 
 def _check_initialized() -> None:

@@ -68,7 +68,7 @@ from polyrhythm.run.trainer.sampler import (
 )
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
-from polyrhythm.sinks.jsonl import EventLog
+from polyrhythm.sinks.jsonl import AppendedLines, EventLog
 from polyrhythm.sinks.metrics import Logger, StepInfo
 from polyrhythm.sinks.progress import FitProgress
 from polyrhythm.sync.dispatch import SamplerState
@@ -371,6 +371,9 @@ class FitLoop:
             self.stage_loader.close()
             if self._evaluator is not None:
                 self._evaluator.close()
+            for sink in (self.context.log, *self.loggers):
+                if isinstance(sink, AppendedLines):
+                    sink.flush()
         if self.problem:
             self._raise_not_finite()
 
@@ -773,7 +776,7 @@ class Phase:
         strategy.drops_non_finite = on_nan == "skip" or (on_nan == "stop" and not self.in_lockstep)
         gather = context.metric_gather(in_lockstep=self.in_lockstep)
         is_late = gather is not None or context.pipeline.device.type == "cuda"
-        self._metrics = StepMetrics(gather, is_late=is_late)
+        self._metrics = StepMetrics(gather, is_late=is_late, may_defer=not fit.config.callbacks)
         self.group_metrics: GroupMetrics | None = None  # in groups, on first stages
         if not self.in_lockstep and context.pipeline.is_first:
             self.group_metrics = GroupMetrics(
@@ -822,14 +825,16 @@ class Phase:
         end = time.monotonic()
         step = MeasuredStep(
             self._measured(batch_slice, seconds, waited, end),
-            end,
             losses,
             pipeline.loss_counts,
             self.strategy.grad_squares,
             learning_rate,
+            number=pipeline.num_steps - 1,  # which action events carry
+            start=start,
+            end=end,
         )
         self._save_if_due(before, batch_slice.step + 1)
-        self._report(step, start, seconds)
+        self._report(step)
         return True
 
     def _measured(
@@ -847,37 +852,44 @@ class Phase:
             peak_memory=self._fit.peak_memory.read(now),
         )
 
-    def _report(self, step: MeasuredStep, start: Seconds, seconds: Seconds) -> None:
-        """Report the metrics of the step before, and start to gather those of this one."""
+    def _report(self, step: MeasuredStep) -> None:
+        """Finish the metrics of the step before, and start to gather those of this one."""
         if self._metrics.is_late:
-            self.finish_metrics()
+            self._finish_step()
         step.measured.wants_stop = float(self._wants_stop)
         self._metrics.start(step)
-        # With the number that action events carry.
-        self._unrecorded = self._context.pipeline.num_steps - 1, start, start + seconds
         if not self._metrics.is_late:
-            self.finish_metrics()
+            self._finish_step()
 
-    def finish_metrics(self) -> None:
-        """Wait for the metrics of the last step that are not reported yet, and report them."""
-        info = self._metrics.finish()
-        if info is None:
-            return
-        self._record(info)
-        fit, shown = self._fit, info
-        if self.group_metrics is not None:
-            self.group_metrics.update(info)
-            if fit.display is not None or fit.loggers:
-                shown = self.group_metrics.combined(self.lost_pipelines()) or info
-        self._wants_stop |= fit.report(info, shown)
-        problem = self._check_finite(info)
+    def _finish_step(self) -> None:
+        """Wait for the metrics of the last step; report those of all steps until then if due."""
+        problem = self._report_all() if self._metrics.finish() else ""
         # One worker alone needs no agreement; nor do all that see the same problem.
         if (
             problem
             or self._metrics.is_stop_wanted
             or (self._wants_stop and not self._metrics.is_gathered)
         ):
-            fit.request_stop(problem, self.group_metrics)
+            self._fit.request_stop(problem, self.group_metrics)
+
+    def finish_metrics(self) -> None:
+        """Wait for the metrics of the last step, and report all that are not reported yet."""
+        self._finish_step()
+        self._report_all()
+
+    def _report_all(self) -> str:
+        """Report the metrics that are not reported yet; return the problem that ends training."""
+        problem = ""
+        for step, info in self._metrics.pop():
+            self._record(step, info)
+            fit, shown = self._fit, info
+            if self.group_metrics is not None:
+                self.group_metrics.update(info)
+                if fit.display is not None or fit.loggers:
+                    shown = self.group_metrics.combined(self.lost_pipelines()) or info
+            self._wants_stop |= fit.report(info, shown)
+            problem = problem or self._check_finite(info)
+        return problem
 
     def _run_first_stage(self, losses: list[Tensor]) -> BatchSlice | None:
         """Run a batch on the first stage, which may also be the last."""
@@ -963,18 +975,18 @@ class Phase:
         sync, pipelines = self.strategy.sync, self._context.pipelines
         return set() if sync is None else {pipelines[index] for index in sync.lost_pipelines()}
 
-    def _record(self, info: StepInfo) -> None:
+    def _record(self, step: MeasuredStep, info: StepInfo) -> None:
         log = self._context.log
         if log is not None:
-            number, start, end = self._unrecorded
-            own = info.own
+            start, own = log.at(step.start), info.own
             values: dict[str, Value] = {"global_step": info.step, "samples": own.num_samples}
             if own.loss is not None:
                 values["loss"] = own.loss
-            log.write("step", start=log.at(start), end=log.at(end), step=number, values=values)
+            log.write("step", start=start, end=start + own.seconds, step=step.number, values=values)
 
     def abort(self) -> None:
         """End after an error, which may have come in the middle of a step."""
+        self._report_all()
         if self.group_metrics is not None:
             self.group_metrics.stop()
         self.stop_after_last_step()

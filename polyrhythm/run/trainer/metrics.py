@@ -9,13 +9,13 @@ metrics of their pipelines in the job's store, where the leader reads them for i
 
 import math
 import resource
+import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from polyrhythm.types import Bytes, Seconds
 _WHAT = "the metrics of a step"
 _MEMORY_INTERVAL: Seconds = 0.5  # reading the peak of a GPU takes 0.1 ms
 _PUBLISH_INTERVAL: Seconds = 0.5
+_REPORT_INTERVAL: Seconds = 0.25  # without callbacks
 _CLOSE_TIMEOUT: Seconds = 5.0
 
 
@@ -171,21 +172,29 @@ class PeakMemory:
 class HostCopy:
     """Numbers that a GPU may still compute: they are copied without waiting, and read later."""
 
-    def __init__(self, values: Sequence[Count]) -> None:
-        self._values = list(values)
-        on_device = [value for value in values if isinstance(value, Tensor)]
-        self.is_ready = not on_device
+    def __init__(self, values: Iterable[Tensor | float]) -> None:
+        self._values = [_local(value) for value in values]
+        on_device = [v for v in self._values if isinstance(v, Tensor) and not v.is_cpu]
+        self._copied: Tensor | None = None
         if on_device:
             self._copied = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(on_device[0].device))
 
     def read(self) -> list[float]:
-        if self.is_ready:
-            return [float(value) for value in self._values]
-        self._event.synchronize()
-        copied = iter(self._copied.tolist())
-        return [next(copied) if isinstance(v, Tensor) else v for v in self._values]
+        copied = iter(())
+        if self._copied is not None:
+            self._event.synchronize()
+            copied = iter(self._copied.tolist())
+        return [
+            v if not isinstance(v, Tensor) else v.item() if v.is_cpu else next(copied)
+            for v in self._values
+        ]
+
+
+def _local(value: Tensor | float) -> Tensor | float:
+    """Return a number or a tensor without dimensions; of one on a CPU, the number is read later."""
+    return value if type(value) is Tensor and value.is_cpu else as_count(value)
 
 
 class Measured(msgspec.Struct):
@@ -207,43 +216,45 @@ class Measured(msgspec.Struct):
 
 
 _numbers = msgspec.structs.astuple
-
-
-def _as_number(value: Tensor | float) -> Count:
-    """Return a number, or of a tensor on a GPU a tensor; faster than `as_count` on a CPU."""
-    return value.item() if type(value) is Tensor and value.is_cpu else as_count(value)
+_row = struct.Struct(f"{len(Measured.__struct_fields__)}d")
 
 
 class MeasuredStep:
-    """One step of this worker; a GPU may still compute some of its numbers."""
+    """One step of this worker; its numbers are read later: a GPU may still compute them."""
 
     def __init__(
         self,
         measured: Measured,
-        end: Seconds,
         losses: Sequence[Tensor],
         counts: Sequence[Count],
         grad_squares: Tensor | float,
         learning_rate: Tensor | float,
+        *,
+        number: int,
+        start: Seconds,
+        end: Seconds,
     ) -> None:
-        self.measured, self._end, self._num_losses = measured, end, len(losses)
+        """`number` counts its steps; `start` is of time.perf_counter(), `end` of monotonic()."""
+        self.measured, self.number, self.start, self.end = measured, number, start, end
+        self._num_losses, self._is_read = len(losses), False
+        if isinstance(learning_rate, Tensor):  # which the scheduler changes in place
+            learning_rate = learning_rate.clone()
         values = (*losses, *(counts if losses else ()), grad_squares, learning_rate)
-        self._numbers = HostCopy([_as_number(value) for value in values])
-        self.is_read = False
-        if self._numbers.is_ready:
-            self.read()
+        self._numbers = HostCopy(values)
 
     def read(self) -> Measured:
         """Wait for the numbers and return them."""
-        if not self.is_read:
+        if not self._is_read:
             *numbers, squares, rate = self._numbers.read()
-            found = list(zip(numbers[: self._num_losses], numbers[self._num_losses :], strict=True))
-            total = sum(count for _, count in found)
+            total = weighted = 0.0
+            for number in range(self._num_losses):
+                if count := numbers[self._num_losses + number]:  # the loss of no label is nan
+                    total += count
+                    weighted += numbers[number] * count
             self.measured.num_labels = total
-            if total:
-                self.measured.loss = sum(mean * n for mean, n in found if n) / total
+            self.measured.loss = weighted / total if total else 0.0
             self.measured.grad_squares, self.measured.learning_rate = squares, rate
-            self.is_read = True
+            self._is_read = True
         return self.measured
 
     def own(self) -> WorkerStep:
@@ -253,7 +264,7 @@ class MeasuredStep:
             loss=found.loss if found.num_labels else None,
             num_labels=found.num_labels,
             seconds=found.seconds,
-            end=self._end,
+            end=self.end,
             peak_memory=int(found.peak_memory),
         )
 
@@ -263,17 +274,18 @@ class MetricGather:
 
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
         self._group, self._timeout = new_gloo_group(ranks, _WHAT, timeout=timeout), timeout
-        # One gather at a time; numpy needs a tenth of the time of torch for so few numbers.
-        self._rows = np.zeros((len(ranks), len(Measured.__struct_fields__)))
-        self._rank, self._tensor = self._group.rank(), torch.from_numpy(self._rows)
-        # Waits for the GPU before it starts a gather; at exit it ends a gather that waits.
+        # One gather at a time. For so few numbers `struct` takes less time than numpy or torch.
+        self._empty = bytes(len(ranks) * _row.size)
+        self._rows = bytearray(self._empty)
+        self._tensor = torch.frombuffer(self._rows, dtype=torch.float64)
+        self._offset = self._group.rank() * _row.size
+        # Waits for the GPU and for the others; at exit it ends a gather that waits. The training
+        # thread would wait for the interpreter lock, which other threads want after a step, too.
         self._thread = CommThread([self._group], timeout=timeout)
 
     def start(self, step: MeasuredStep) -> Callable[[], list[Measured]]:
         """Return a function that waits for the numbers of all workers; it raises PeerError."""
-        if step.is_read:
-            return self._start(step)
-        started = self._thread.start(lambda: self._start(step)())
+        started = self._thread.start(lambda: self._gather(step))
 
         def wait() -> list[Measured]:
             try:
@@ -290,29 +302,29 @@ class MetricGather:
     def close(self) -> None:
         self._thread.close()
 
-    def _start(self, step: MeasuredStep) -> Callable[[], list[Measured]]:
+    def _gather(self, step: MeasuredStep) -> list[Measured]:
         # A sum of rows, of which each worker has one: gloo starts it faster than an all-gather.
-        self._rows[:] = 0.0
-        self._rows[self._rank] = _numbers(step.read())
+        self._rows[:] = self._empty
+        _row.pack_into(self._rows, self._offset, *_numbers(step.read()))
         with peer_errors("another worker", f"gathering {_WHAT}"):
-            work = self._group.allreduce([self._tensor])
-
-        def wait() -> list[Measured]:
-            with peer_errors("another worker", f"gathering {_WHAT}"):
-                work.wait()
-            return [Measured(*row) for row in self._rows.tolist()]
-
-        return wait
+            self._group.allreduce([self._tensor]).wait()
+        return [Measured(*row) for row in _row.iter_unpack(self._rows)]
 
 
 class StepMetrics:
-    """The metrics of one worker's steps in one phase: `start` after a step, `finish` one later."""
+    """The metrics of one worker's steps in one phase: `start` after a step, `finish` one later.
 
-    def __init__(self, gather: MetricGather | None, *, is_late: bool) -> None:
+    Nobody reads them at once without callbacks: then those of a quarter of a second are made
+    together, which takes much less time than each for itself, while caches are full of tensors.
+    """
+
+    def __init__(self, gather: MetricGather | None, *, is_late: bool, may_defer: bool) -> None:
         """`gather`: of the workers in lockstep, None for one. `is_late`: `finish` would wait."""
         self._gather, self.is_late, self.is_gathered = gather, is_late, gather is not None
+        self._may_defer, self._next_report, self._was_finite = may_defer, 0.0, True
         self._step: MeasuredStep | None = None
         self._wait: Callable[[], list[Measured]] | None = None
+        self._found: list[tuple[MeasuredStep, list[Measured]]] = []  # not reported
         self.is_stop_wanted = False  # by a callback of any worker in lockstep
 
     def start(self, step: MeasuredStep) -> None:
@@ -320,14 +332,24 @@ class StepMetrics:
         if self._gather is not None:
             self._wait = self._gather.start(step)
 
-    def finish(self) -> StepInfo | None:
-        """Return the metrics of the step that was started last; None if there is none."""
+    def finish(self) -> bool:
+        """Wait for the numbers of the step that was started last; return whether to report now."""
         step, self._step = self._step, None
         if step is None:
-            return None
+            return False
         found = [step.read()] if self._wait is None else self._wait()
+        self._found.append((step, found))
+        is_finite = math.isfinite(sum([each.loss + each.grad_squares for each in found]))
+        was_finite, self._was_finite = self._was_finite, is_finite
         self.is_stop_wanted |= any(each.wants_stop for each in found)
-        return summarize(found, step.own())
+        return not (self._may_defer and is_finite and was_finite and step.end < self._next_report)
+
+    def pop(self) -> list[tuple[MeasuredStep, StepInfo]]:
+        """Return what is not reported yet."""
+        found, self._found = self._found, []
+        if found:
+            self._next_report = found[-1][0].end + _REPORT_INTERVAL
+        return [(step, summarize(workers, step.own())) for step, workers in found]
 
 
 def summarize(workers: Sequence[Measured], own: WorkerStep) -> StepInfo:
