@@ -20,7 +20,7 @@ from polyrhythm.errors import LaunchError, TrainingError
 from polyrhythm.events import read_run
 from polyrhythm.run.checkpoint.folder import list_steps
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.decoupled.optimizer import squared_norm
+from polyrhythm.run.pipeline.loss import squared_norm
 from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.metrics import STOP, Callback
 from polyrhythm.run.trainer.trainer import Trainer
@@ -324,5 +324,6 @@ def test_steps_before_an_error_are_recorded(tmp_path: Path) -> None:
 def test_the_squared_norm_covers_tensors_of_all_kinds() -> None:
     large = torch.randn(200, 300)
     tensors = [large, large.t(), large.double(), large.bfloat16(), large[:2], torch.empty(0)]
-    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    expected = sum(float(tensor.double().square().sum()) for tensor in tensors) + 4**2
+    tensors.append(torch.sparse_coo_tensor([[1, 1]], [1.0, 3.0], (5,), check_invariants=True))
     assert squared_norm(tensors) == pytest.approx(expected, rel=1e-5)

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
@@ -58,6 +57,7 @@ from polyrhythm.run.decoupled.state_dict import (
     shard_state,
     unsharded_param_groups,
 )
+from polyrhythm.run.pipeline.loss import squared_norm
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.fusion.tuner import (
     BayesianSearch,
@@ -72,7 +72,6 @@ _logger = logging.getLogger(__name__)
 
 _CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
 _STEP, _CLIP, _GRADIENTS = "step()", "clip_grad_norm_()", "the mean gradients"
-_MIN_DOT = 16384  # elements; below, many tensors in one call take less time
 _STATE_DICT, _ASYNC_STATE_DICT = "state_dict()", "async_state_dict()"
 
 
@@ -554,34 +553,6 @@ def _norm_of(
     return torch.linalg.vector_norm(
         torch.stack([torch.zeros((), device=device), *norms]), norm_type
     )
-
-
-def squared_norm(tensors: Sequence[Tensor]) -> Tensor | float:
-    """Return the sum of squares of all tensors; on a GPU as a tensor, without waiting for it."""
-    squares: Tensor | float = 0.0
-    small = list[Tensor]()
-    for tensor in tensors:
-        if tensor.numel() < _MIN_DOT or not _is_plain(tensor):
-            small.append(tensor)
-        else:  # a third of the time of a norm, and more exact
-            flat = tensor.view(-1)
-            squares += torch.dot(flat, flat).item()
-    for is_half in (False, True):
-        some = [t for t in small if (t.dtype in HALF_PRECISION) is is_half]
-        if some:
-            norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
-            norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
-            if norms[0].is_cpu:  # a number costs less than an operation on tensors
-                numbers = [norm.item() for norm in norms]
-                squares += sum([number * number for number in numbers])  # ** raises if too large
-            else:
-                squares += torch.stack(norms).double().square().sum()
-    return squares
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    is_real = tensor.dtype in (torch.float32, torch.float64)
-    return is_real and tensor.is_cpu and type(tensor) is Tensor and tensor.is_contiguous()
 
 
 def _check_initialized() -> None:

@@ -39,8 +39,8 @@ from polyrhythm.run.pipeline.batch import (
     StepInputs,
     mean_loss,
 )
-from polyrhythm.run.pipeline.executor import Executor, StageCompute
-from polyrhythm.run.pipeline.loss import Count, LossFunction
+from polyrhythm.run.pipeline.executor import Executor, StageCompute, local
+from polyrhythm.run.pipeline.loss import Count, LossFunction, squared_norm
 from polyrhythm.run.pipeline.microbatch import ChunkSpecs, merge_outputs
 from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
@@ -563,20 +563,26 @@ class Pipeline:
                 expected="gradients of the same mini-batch on all stages",
                 fix="clip per stage with torch.nn.utils.clip_grad_norm_, or use flush=True",
             )
-        with_gradient = [p for p in self.module.parameters() if p.grad is not None]
-        not_counted = self.tied_not_owned
-        norms = [_norm(p.grad, norm_type) for p in with_gradient if p not in not_counted]
+        gradients = self.gradients()
+        owned = self.gradients(owned=True) if self.tied_not_owned else gradients
         # In double precision: the sum of squares of a whole model may overflow float32.
         total = torch.tensor(0.0, dtype=torch.float64)
-        if norms:
-            stacked = torch.stack(norms)
-            total = stacked.max() if norm_type == math.inf else (stacked**norm_type).sum()
+        if norm_type == 2.0:
+            total = torch.as_tensor(squared_norm(owned), dtype=torch.float64).cpu()
+        elif owned:
+            norms = torch.stack([_norm(gradient, norm_type) for gradient in owned])
+            total = norms.max() if norm_type == math.inf else (norms**norm_type).sum()
         norm = self._reduce_norm(total, norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-        for parameter in with_gradient:
-            assert parameter.grad is not None, "selected because it has one"
-            parameter.grad.mul_(scale)
+        if scale != 1.0:  # or nan
+            torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
         return norm.float()
+
+    def gradients(self, *, owned: bool = False) -> list[Tensor]:
+        """Return the gradients of this stage; `owned`: tied ones are those of their first stage."""
+        skipped = self.tied_not_owned if owned else ()
+        found = [p for p in self.module.parameters() if p.grad is not None]
+        return [p.grad for p in found if p.grad is not None and not (skipped and p in skipped)]
 
     def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """Combine this stage's norm with those of all other stages, which call this, too."""
@@ -722,8 +728,7 @@ def _same_group(
     return group
 
 
-def _norm(gradient: Tensor | None, norm_type: float) -> Tensor:
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     """Return the norm of a gradient; of a sharded one, the norm of the whole."""
-    assert gradient is not None, "selected because it has one"
     norm = torch.linalg.vector_norm(gradient, norm_type)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().cpu()

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.decoupled.optimizer import DistributedOptimizer, squared_norm
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.run.pipeline.loss import squared_norm
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.modes import SyncMode
@@ -65,10 +66,7 @@ class NoSync:
         return is_dropped
 
     def _own_squares(self) -> Tensor | float:
-        not_counted, parameters = self._pipeline.tied_not_owned, self._pipeline.module.parameters()
-        return squared_norm(
-            [p.grad for p in parameters if p.grad is not None and p not in not_counted]
-        )
+        return squared_norm(self._pipeline.gradients(owned=True))
 
     def pop_timings(self) -> AverageTimings:
         """Return the timings of averaging since the last call."""
