@@ -581,8 +581,13 @@ class Pipeline:
     def gradients(self, *, owned: bool = False) -> list[Tensor]:
         """Return the gradients of this stage; `owned`: tied ones are those of their first stage."""
         skipped = self.tied_not_owned if owned else ()
-        found = [p for p in self.module.parameters() if p.grad is not None]
-        return [p.grad for p in found if p.grad is not None and not (skipped and p in skipped)]
+        # To collect the parameters of a module takes as long as their norm.
+        listed = self._runner.division.parameters if isinstance(self._runner, FlushRunner) else ()
+        return [
+            p.grad
+            for p in listed or self.module.parameters()
+            if p.grad is not None and not (skipped and p in skipped)
+        ]
 
     def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """Combine this stage's norm with those of all other stages, which call this, too."""
