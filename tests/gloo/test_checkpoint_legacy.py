@@ -26,7 +26,7 @@ from polyrhythm.run.checkpoint.folder import latest
 from polyrhythm.run.checkpoint.legacy import convert
 from polyrhythm.run.checkpoint.manifest import FormatError, read_manifest
 from polyrhythm.run.checkpoint.state import restore
-from polyrhythm.run.data.reader import DatasetState
+from polyrhythm.run.data.reader import StreamState
 from tests.gloo.commands import run_export
 
 ZIP = Path(__file__).with_name("legacy_checkpoint.zip")
@@ -74,7 +74,7 @@ def test_converted_checkpoint_is_restored(run: Path, capsys: pytest.CaptureFixtu
     scheduler = MultiStepLR(optimizer, [2, 5])
     scheduler.load_state_dict(decode_state(base64.b64decode(manifest.extra["rates"])))
     assert (scheduler.last_epoch, scheduler.milestones) == (3, Counter([2, 5]))
-    stream = DatasetState.from_json(manifest.extra["stream"])
+    (stream,) = StreamState.from_json(manifest.extra["stream"]).shards
     assert (stream.position, stream.state["read"]) == (8, (8, "samples"))
     torch.Generator().set_state(stream.state["chance"])
     assert run_export(run, "--from-legacy", "--out", out) == 2

@@ -16,12 +16,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
 from transformers.utils import ModelOutput
 
 from polyrhythm.run.data.loader import SampleLoader, check_fingerprint, fingerprint_of
 from polyrhythm.run.data.order import DataError, SampleOrder
-from polyrhythm.run.data.reader import DatasetState, make_order
+from polyrhythm.run.data.reader import StreamState, make_order
 from polyrhythm.run.pipeline.batch import Microbatch, split_ranges
 
 
@@ -352,7 +353,7 @@ def test_stream_seeks_back_by_its_state_dict() -> None:
     assert samples.load(((40, 42),)).inputs.tolist() == [40, 41]  # from the first state
     assert samples.load(((896, 898),)).inputs.tolist() == [896, 897]
     assert stream.num_read < before + 6 + 42 + 20  # from a later state, not from 42 on
-    assert len(samples._reader._states) < 70
+    assert len(samples._reader._reader(0)._states) < 70
 
 
 def test_stream_resumes_from_dataset_state_in_another_process() -> None:
@@ -360,10 +361,10 @@ def test_stream_resumes_from_dataset_state_in_another_process() -> None:
     for start in range(0, 100, 10):
         samples.load(((start, start + 2),))
     dataset_state = samples.state_at(57)
-    assert dataset_state.position == 50
+    assert [state.position for state in dataset_state.shards] == [50]
     stream = Stream()
     samples = SampleLoader(stream, None)
-    samples.resume_from(DatasetState.from_json(json.loads(json.dumps(dataset_state.as_json()))))
+    samples.resume_from(StreamState.from_json(json.loads(json.dumps(dataset_state.as_json()))))
     assert samples.load(((57, 60),)).inputs.tolist() == [57, 58, 59]
     assert stream.num_read == 10
     with pytest.raises(DataError, match=r"position 49 of a Stream .*\b50"):
@@ -397,7 +398,7 @@ def test_dataset_state_may_hold_values_that_json_cannot() -> None:
     expected = samples.load(((4, 6),))
     encoded = json.dumps(samples.state_at(4).as_json())
     samples = SampleLoader(RandomStream(), None)
-    samples.resume_from(DatasetState.from_json(json.loads(encoded)))
+    samples.resume_from(StreamState.from_json(json.loads(encoded)))
     found = samples.load(((4, 6),))
     assert found.inputs.tolist() == expected.inputs.tolist()
     assert found.target.tolist() == expected.target.tolist() == [5, 6]
@@ -443,30 +444,12 @@ class StatelessStream(IterableDataset):
         return iter(range(100))
 
 
-class StatefulLoader(DataLoader):
-    """Has the protocol of torchdata's StatefulDataLoader."""
-
-    num_returned = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, item in enumerate(super().__iter__()):
-            if number == self.num_returned:
-                self.num_returned += 1
-                yield item
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"_num_yielded": self.num_returned, "fetcher": None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_returned = state["_num_yielded"]
-
-
 def test_stateful_dataloader_of_samples_resumes() -> None:
-    samples = SampleLoader(StatefulLoader(numbers(20), batch_size=None), None)
+    samples = SampleLoader(StatefulDataLoader(numbers(20), batch_size=None), None)
     assert samples.load(((4, 6),)).target.tolist() == [40, 50]
     encoded = json.dumps(samples.state_at(5).as_json())
-    samples = SampleLoader(StatefulLoader(numbers(20), batch_size=None), None)
-    samples.resume_from(DatasetState.from_json(json.loads(encoded)))
+    samples = SampleLoader(StatefulDataLoader(numbers(20), batch_size=None), None)
+    samples.resume_from(StreamState.from_json(json.loads(encoded)))
     assert samples.load(((5, 7),)).target.tolist() == [50, 60]
 
 
@@ -479,7 +462,7 @@ def test_stateful_dataloader_of_samples_resumes() -> None:
         (numbers(4), SampleOrder(5), "an order of 5 samples for a dataset of 4"),
         (Stream(), SampleOrder(5), "an order for a Stream, which has its own"),
         (DataLoader(numbers(4), 2), None, "a DataLoader with batch_size=2 as the dataset"),
-        (StatefulLoader(numbers(4), 2), None, "a StatefulLoader with batch_size=2 as the dataset"),
+        (StatefulDataLoader(numbers(4), 2), None, "a StatefulDataLoader with batch_size=2 as the"),
     ],
 )
 def test_unsupported_dataset_is_rejected(

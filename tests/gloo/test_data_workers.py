@@ -310,7 +310,7 @@ def test_stream_is_read_by_one_worker_and_its_states_are_known(
             assert torch.equal(m.target, other.target)
     assert len(multiprocessing.active_children()) == 1
     state = made.state_at(10)
-    assert (state.position, state.state) == (10, {"next": 10})
+    assert [(s.position, s.state) for s in state.shards] == [(10, {"next": 10})]
     made.resume_from(state)
     assert made.collect(made.submit(((11, 13),))).inputs.tolist() == [11, 12]
 

@@ -111,13 +111,8 @@ def test_outstanding_samples_are_read_again_after_restore(tmp_path: Path) -> Non
     def train_with_checkpoints(ctx: DistContext | None) -> None:
         assert ctx is not None
         sleep_callback = SleepCallback(0.03 if ctx.rank == 1 else 0.0)
-        with trainer(
-            plan_of(1, 2),
-            dataset=Stream(),
-            run_dir=tmp_path / "run",
-            sync="adaptive",
-            checkpoint=CheckpointConfig(every=STOP_STEP),
-        ) as made:
+        options = {"checkpoint": CheckpointConfig(every=STOP_STEP), "sync": "adaptive"}
+        with trainer(plan_of(1, 2), dataset=Stream(), run_dir=tmp_path / "run", **options) as made:
             made.fit(max_steps=NUM_STEPS, callbacks=[sleep_callback])
 
     run_job(2, train_with_checkpoints, tmp_path)

@@ -39,7 +39,13 @@ from torch.utils.data import default_collate
 
 from polyrhythm.run.coordinator.client import SampleFuture
 from polyrhythm.run.data.order import DataError, SampleOrder
-from polyrhythm.run.data.reader import DatasetState, IndexedReader, StreamReader, make_reader
+from polyrhythm.run.data.reader import (
+    DatasetState,
+    IndexedReader,
+    ShardedReader,
+    StreamState,
+    make_reader,
+)
 from polyrhythm.run.data.worker_pool import (
     CLOSE_TIMEOUT,
     NO_WORKERS,
@@ -62,6 +68,7 @@ from polyrhythm.sync.dispatch import Ranges
 _logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
+ShardState = tuple[int, DatasetState]
 PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or a future of them; () for none
 _LABELS = ("labels", "label", "label_ids")  # the target in a batch by name
 _SPAN = ("start_positions", "end_positions")  # the target of question answering
@@ -90,25 +97,25 @@ class MicrobatchReader:
     """Reads and collates micro-batches in one process."""
 
     def __init__(
-        self, reader: IndexedReader | StreamReader, collate_fn: Collate | None, seed: int
+        self, reader: IndexedReader | ShardedReader, collate_fn: Collate | None, seed: int
     ) -> None:
         self._reader, self._collate_fn, self._seed = reader, collate_fn, seed
 
     def read_seeded(self, ranges: Ranges) -> "SeededSamples":
         """Read with seeded generators, from which no other thread may draw meanwhile."""
-        state = None
-        if isinstance(self._reader, StreamReader):
+        states: Sequence[ShardState] = ()
+        if isinstance(self._reader, ShardedReader):
             with seeded_draws(self._seed, -1):  # it may start again, and skip samples
-                state = self._reader.seek(ranges)
+                states = self._reader.seek(ranges)
         with seeded_draws(self._seed, ranges[0][0]) as watch:
             collated = self.read(ranges)
-        return SeededSamples(collated, watch.has_drawn, state)
+        return SeededSamples(collated, watch.has_drawn, states)
 
     def read_for_parent(self, ranges: Ranges) -> tuple[Any, ...]:
         """Read in a worker process; `SampleLoader.collect` takes what this returns."""
         found = self.read_seeded(ranges)
-        state = None if found.state is None else found.state.as_json()
-        return ranges, found.samples.inputs, found.samples.target, state
+        states = [(shard, *state.as_json()) for shard, state in found.states]
+        return ranges, found.samples.inputs, found.samples.target, states
 
     def read(self, ranges: Ranges) -> CollatedSamples:
         """Read without seeds."""
@@ -132,7 +139,7 @@ class MicrobatchReader:
 class SeededSamples(NamedTuple):
     samples: CollatedSamples
     has_drawn: bool  # random numbers
-    state: DatasetState | None  # of an iterable dataset, before these samples
+    states: Sequence[ShardState]  # of an iterable dataset, before these samples
 
 
 class SampleLoader:
@@ -147,26 +154,48 @@ class SampleLoader:
         seed: int = 0,
         has_fingerprints: bool = False,
         workers: WorkerOptions = NO_WORKERS,
+        batch_size: int = 1,
+        num_shards: int | None = None,
     ) -> None:
         """`collate_fn` turns a list of items into a batch; the default is `collate_items`.
 
         A batch is (inputs, target), or a Mapping: its `labels` are the target, the rest inputs.
+        `batch_size` and `num_shards` give the shards of an iterable dataset; by default one.
         """
         self.num_samples = None if order is None else order.num_samples  # None: iterable
-        self._dataset, self._reader = dataset, make_reader(dataset, order)
+        self._dataset = dataset
+        self._reader = make_reader(dataset, order, batch_size, num_shards)
         self._microbatches = MicrobatchReader(self._reader, collate_fn, seed)
         self._has_fingerprints = has_fingerprints
         if workers.pin_memory and not torch.accelerator.is_available():
             warnings.warn("pin_memory has no effect: there is no accelerator", stacklevel=2)
             workers = replace(workers, pin_memory=False)
-        if workers.num_workers and order is None:  # it is read forward, by one process
-            ahead = workers.num_workers * workers.prefetch_factor
-            workers = replace(workers, num_workers=1, prefetch_factor=ahead)
-        self.workers = workers
+        self._asked_workers, self.workers = workers, workers
+        self._limit_workers()
         self._pool: WorkerPool | None = None
         self._read_lock = threading.Lock()
         self._draws = False  # the dataset or `collate_fn` has drawn random numbers
         self._may_draw = False  # in the prefetch thread; another thread may have drawn them
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards of an iterable dataset."""
+        return self._reader.layout.num_shards if isinstance(self._reader, ShardedReader) else 1
+
+    def follow_all(self, follows_all: bool) -> None:
+        """Say whether any pipeline may get any samples, and must follow all shards."""
+        if isinstance(self._reader, ShardedReader) and self._reader.follows_all != follows_all:
+            self.close()  # the worker processes have readers of their own
+            self._reader.follows_all = follows_all
+            self._limit_workers()
+
+    def _limit_workers(self) -> None:
+        """A shard is read forward, by one process; as many micro-batches are read ahead."""
+        if self._asked_workers.num_workers and isinstance(self._reader, ShardedReader):
+            most = 1 if self._reader.follows_all else self.num_shards
+            number = min(self._asked_workers.num_workers, most)
+            factor = -(-self._asked_workers.num_ahead // number)
+            self.workers = replace(self._asked_workers, num_workers=number, prefetch_factor=factor)
 
     def load(self, ranges: Ranges) -> CollatedSamples:
         """Load and collate samples in the calling thread, with seeded random generators."""
@@ -211,16 +240,23 @@ class SampleLoader:
 
     def submit(self, ranges: Ranges) -> "Future[Any]":
         """Read a micro-batch in a worker process."""
+        stream = self._reader if isinstance(self._reader, ShardedReader) else None
         if self._pool is None:
-            self._pool = WorkerPool(self._microbatches.read_for_parent, self._dataset, self.workers)
-        return self._pool.submit(ranges)
+            self._pool = WorkerPool(
+                self._microbatches.read_for_parent,
+                self._dataset,
+                self.workers,
+                is_stream=stream is not None,
+            )
+        lane = None if stream is None else stream.lane(ranges)
+        return self._pool.submit(ranges, lane)
 
     def collect(self, future: "Future[Any]") -> CollatedSamples:
         """Wait for a micro-batch of `submit`."""
-        ranges, inputs, target, state = future.result()
-        if state is not None:
-            assert isinstance(self._reader, StreamReader), "others have no state"
-            self._reader.remember(DatasetState.from_json(state))
+        ranges, inputs, target, states = future.result()
+        for shard, *state in states:
+            assert isinstance(self._reader, ShardedReader), "others have no state"
+            self._reader.remember(shard, DatasetState.from_json(state))
         return CollatedSamples(ranges, inputs, target)
 
     def batch(self, ranges: Ranges, parts: Sequence[CollatedSamples]) -> LoadedBatch:
@@ -241,15 +277,29 @@ class SampleLoader:
         if pool is not None:
             pool.close()
 
-    def state_at(self, position: int) -> DatasetState | None:
+    def state_at(self, position: int) -> StreamState | None:
         """Return the state from which an iterable dataset reaches a position; else None."""
-        return self._reader.state_at(position)
+        with self._read_lock:
+            return self._reader.state_at(position)
 
-    def resume_from(self, state: DatasetState) -> None:
+    def remember(self, state: StreamState) -> None:
+        """Add the states of shards that another pipeline has read."""
+        assert isinstance(self._reader, ShardedReader), "others have no state"
+        with self._read_lock:
+            for shard, found in enumerate(state.shards):
+                self._reader.remember(shard, found)
+
+    def check_state(self, state: StreamState) -> None:
+        """Refuse to resume from the state of another dataset; raises DataError."""
+        if isinstance(self._reader, ShardedReader):
+            self._reader.check_state(state)
+
+    def resume_from(self, state: StreamState) -> None:
         """Read an iterable dataset from this state on; earlier positions cannot be read."""
         self.close()  # the worker processes have readers of their own
         with self._read_lock:
             self._reader.resume_from(state)
+            self._limit_workers()
 
 
 def collate_items(items: list[Any]) -> Any:

@@ -84,6 +84,7 @@ NO_WORKERS = WorkerOptions()
 class _Task(NamedTuple):
     ranges: Ranges
     future: "Future[Any]"
+    lane: int | None
 
 
 class _Process:
@@ -97,9 +98,16 @@ class _Process:
 class WorkerPool:
     """Processes that call `read`; they start with the first task."""
 
-    def __init__(self, read: Read, dataset: Any, options: WorkerOptions) -> None:
-        """`dataset` is that of torch's `get_worker_info`."""
+    def __init__(
+        self, read: Read, dataset: Any, options: WorkerOptions, *, is_stream: bool = False
+    ) -> None:
+        """`dataset` is that of torch's `get_worker_info`.
+
+        For `is_stream` that says "worker 0 of 1": a dataset that divides itself among workers, as
+        those of Hugging Face do, would return only a part of what `read` asks for.
+        """
         self._read, self._dataset, self._options = read, dataset, options
+        self._is_stream = is_stream
         self._processes = list[_Process]()
         self._waiting = deque[_Task]()
         self._lock = threading.Lock()
@@ -115,9 +123,12 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, ranges: Ranges) -> "Future[Any]":
-        """Read a micro-batch after those that were submitted before; raises DataError."""
-        task = _Task(ranges, Future())
+    def submit(self, ranges: Ranges, lane: int | None = None) -> "Future[Any]":
+        """Read a micro-batch after those that were submitted before; raises DataError.
+
+        All tasks of a lane are read by one process; without a lane, by the next one that is free.
+        """
+        task = _Task(ranges, Future(), lane)
         with self._lock:
             if self._thread is None and not self._is_closed:
                 self._start()
@@ -173,6 +184,7 @@ class WorkerPool:
                         self._dataset,
                         number,
                         options,
+                        self._is_stream,
                     ),
                     daemon=True,
                     name=f"data worker {number}",
@@ -201,11 +213,15 @@ class WorkerPool:
 
     def _send_waiting(self) -> None:
         """Give tasks to the processes with the fewest; the caller has the lock."""
-        while self._waiting:
-            worker = min(self._processes, key=lambda worker: len(worker.tasks))
-            if len(worker.tasks) >= _MAX_TASKS:
-                return
+        for _ in range(len(self._waiting)):
             task = self._waiting.popleft()
+            if task.lane is None:
+                worker = min(self._processes, key=lambda worker: len(worker.tasks))
+            else:
+                worker = self._processes[task.lane % len(self._processes)]
+            if len(worker.tasks) >= _MAX_TASKS:
+                self._waiting.append(task)  # all are tried in turn: the order stays
+                continue
             if task.future.set_running_or_notify_cancel():
                 worker.tasks.append(task)
                 with contextlib.suppress(OSError):  # it died: `_receive` says so
@@ -324,6 +340,7 @@ def _run(
     dataset: Any,
     number: int,
     options: WorkerOptions,
+    is_stream: bool,
 ) -> None:
     """The main function of a worker process."""
     signal.set_wakeup_fd(-1)  # the parent's
@@ -332,7 +349,10 @@ def _run(
     threading.Thread(target=_exit_with, args=(parent, folder), daemon=True).start()
     torch.set_num_threads(1)
     torch_data.worker._worker_info = torch_data.worker.WorkerInfo(  # for get_worker_info()
-        id=number, num_workers=options.num_workers, seed=torch.initial_seed(), dataset=dataset
+        id=0 if is_stream else number,
+        num_workers=1 if is_stream else options.num_workers,
+        seed=torch.initial_seed(),
+        dataset=dataset,
     )
     failed = b""
     if options.worker_init_fn is not None:

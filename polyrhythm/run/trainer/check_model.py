@@ -121,7 +121,7 @@ def first_samples(config: TrainerConfig, dataset: Any, num_samples: int) -> Coll
         return samples.load(((0, num_samples),))
     finally:
         if (start := samples.state_at(0)) is not None:
-            dataset.load_state_dict(start.state)
+            dataset.load_state_dict(start.shards[0].state)
 
 
 def _example(samples: CollatedSamples) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

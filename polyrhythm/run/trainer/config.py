@@ -33,8 +33,8 @@ class DataConfig:
 
     The seed also gives what a dataset and `collate_fn` draw from the global random generators, and
     dropout masks: both follow from a sample's position, not from the number of processes.
-    `num_workers` processes read and collate micro-batches ahead, as in torch's DataLoader; an
-    iterable dataset is read by one of them.
+    `num_workers` processes read and collate micro-batches ahead, as in torch's DataLoader; each
+    shard of an iterable dataset is read by one of them.
     """
 
     shuffle: bool = True
@@ -46,6 +46,7 @@ class DataConfig:
     persistent_workers: bool = False  # between two fits
     worker_init_fn: Callable[[int], None] | None = None
     multiprocessing_context: str | None = None  # fork, forkserver, spawn; None: Python's default
+    stream_shards: int | None = None  # of an iterable dataset; None: up to 16, by its num_shards
 
     def __post_init__(self) -> None:
         if not (_is_integer(self.seed) and 0 <= self.seed < 2**31):
@@ -57,6 +58,9 @@ class DataConfig:
             raise _invalid("prefetch_factor", factor, "an integer from 1 on, or None")
         if self.worker_init_fn is not None and not callable(self.worker_init_fn):
             raise _invalid("worker_init_fn", self.worker_init_fn, "a function of the worker's id")
+        shards = self.stream_shards
+        if shards is not None and not (_is_integer(shards) and shards >= 1):
+            raise _invalid("stream_shards", shards, "an integer from 1 on, or None")
         methods = get_all_start_methods()
         if self.multiprocessing_context not in (None, *methods):
             context = self.multiprocessing_context
@@ -303,6 +307,7 @@ class TrainerConfig:
             "sync options": dict(self.sync.options),
             "seed": self.data.seed,
             "shuffle": self.data.shuffle,
+            "stream_shards": self.data.stream_shards,
             "seed_dropout": self.data.seed_dropout,
             "checkpoint every": self.checkpoint.every,
             "keep_best": self.checkpoint.keep_best,

@@ -37,7 +37,7 @@ from polyrhythm.run.checkpoint.manifest import CheckpointError, Evaluation, Mani
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
-from polyrhythm.run.data.reader import DatasetState
+from polyrhythm.run.data.reader import StreamState
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
 from polyrhythm.run.pipeline.batch import BatchSlice, EndOfDataError
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -62,6 +62,7 @@ from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import (
     DataSettings,
+    FixedShareSampler,
     GlobalBatch,
     LockstepSampler,
     make_sampler,
@@ -138,18 +139,17 @@ class TrainProgress:
         found: LRScheduler = lr_scheduler
         return found
 
-    def restore(self, manifest: Manifest) -> DatasetState | None:
+    def restore(self, manifest: Manifest) -> StreamState | None:
         """Load the state from a checkpoint; return the state of an iterable dataset."""
         extra = manifest.extra
         self.step, self.is_updating, self.problem = manifest.step, False, ""
         self.evaluation = None
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
-        stream = extra.get("stream")
-        return None if stream is None else DatasetState.from_json(stream)
+        return _stream_state(manifest)
 
     def extra(
-        self, sampler_state: SamplerState, dataset_state: DatasetState | None
+        self, sampler_state: SamplerState, dataset_state: StreamState | None
     ) -> dict[str, Any]:
         """Return what a checkpoint holds besides model and optimizer."""
         rates = base64.b64encode(encode_state(self.lr_state, _LR_STATE)).decode()
@@ -157,6 +157,11 @@ class TrainProgress:
         if self.evaluation is not None and self.evaluation[0] == self.step:
             extra[Evaluation.KEY] = msgspec.to_builtins(self.evaluation[1])
         return extra if dataset_state is None else extra | {"stream": dataset_state.as_json()}
+
+
+def _stream_state(manifest: Manifest) -> StreamState | None:
+    stream = manifest.extra.get("stream")
+    return None if stream is None else StreamState.from_json(stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +258,9 @@ class FitContext:
                 expected="a checkpoint with sampler state and learning rates",
                 fix="load the model from it by Checkpointer.restore, and start from step 0",
             )
+        stream = _stream_state(manifest)
+        if stream is not None and not restarts_data:
+            self.samples.check_state(stream)
         if "data" not in manifest.extra:
             return None
         saved = msgspec.convert(manifest.extra["data"], DataSettings)
@@ -325,8 +333,15 @@ class FitLoop:
         self.saves_after_evaluation = False  # a checkpoint is due after the same step
         self._limit = 0  # samples of all phases until the end of this one
         self._saved = SavedCheckpoints(name, context, config.callbacks)
-        self._name, self._num_decisions, self._last_mode = name, 0, ""
+        self._name, self._num_decisions, self._num_gathers = name, 0, 0
+        self._last_mode = ""
         self.stage_loader = StageLoader(context.pipeline, context.samples)
+        is_whole = context.samples.num_samples is None and context.samples.num_shards == 1
+        if is_whole and context.num_pipelines > 1 and context.is_leader:
+            _logger.info(
+                "each pipeline reads the whole stream, and skips the samples of others: a dataset "
+                "with `num_shards` and `shard(num_shards, index)` is divided among pipelines"
+            )
         self.exchange: StepTimeExchange | None = None  # under sync="auto"
         if context.config.sync.mode == AUTO and context.num_pipelines > 1:
             shape = JobShape(
@@ -536,6 +551,7 @@ class FitLoop:
             self._run_window(phase, window)
             if phase.is_over:
                 phase.strategy.average_all()
+                phase.gather_dataset_states()
                 return self._decide(lambda: self._final_decision(phase.sampler.sampler_state()))
             assert self.exchange is not None, "without windows, run() ends the phase"
             if self.context.pipeline.is_first:
@@ -544,6 +560,7 @@ class FitLoop:
             if decision.sync_mode != phase.mode.name:
                 phase.finish_metrics()
                 phase.strategy.average_all()
+                phase.gather_dataset_states()
                 return decision
 
     def _run_window(self, phase: "Phase", window: int | None) -> None:
@@ -623,6 +640,20 @@ class FitLoop:
             exit_status=self.context.preemption.status,
             problem=self.problem,
         )
+
+    def gather_dataset_states(self, sampler_state: SamplerState) -> None:
+        """Gather the states of shards that other pipelines have read; first stages call it."""
+        context = self.context
+        if context.samples.num_shards == 1 or context.num_pipelines == 1:
+            return
+        own = context.samples.state_at(sampler_state.first_unused)
+        assert own is not None, "it has shards"
+        self._num_gathers += 1
+        names = (f"dataset states {self._num_gathers - i} of {self._name}" for i in range(2))
+        members, (name, last) = context.first_stages, names
+        for state in context.store.all_gather_object(name, own.as_json(), members):
+            context.samples.remember(StreamState.from_json(state))
+        context.store.delete(last, members)  # all have read it, or would not be here
 
     @property
     def phase_name(self) -> str:
@@ -767,6 +798,9 @@ class Phase:
             fit.num_steps,
             strategy.sync if context.pipeline.is_first else None,
         )
+        has_fixed_shares = isinstance(self.sampler, FixedShareSampler)
+        context.samples.follow_all(context.num_pipelines > 1 and not has_fixed_shares)
+        self._reads_own_shards = context.pipeline.is_first and has_fixed_shares
         self._lr_scheduler = progress.make_lr_scheduler(
             context.config, strategy.optimizer, fit.num_steps
         )
@@ -793,6 +827,11 @@ class Phase:
         num_steps = 0
         while (max_steps is None or num_steps < max_steps) and self._step():
             num_steps += 1
+
+    def gather_dataset_states(self) -> None:
+        """Before a checkpoint or another phase, gather the states of all shards of a stream."""
+        if self._reads_own_shards:
+            self._fit.gather_dataset_states(self.sampler.sampler_state())
 
     def advance_lr_scheduler(self, step: int) -> None:
         """Advance to the global step; this pipeline may compute only some of the steps."""
@@ -1016,6 +1055,7 @@ class Phase:
             self._fit.saves_after_evaluation = True  # the checkpoint has its result
         elif checkpointer is not None and is_due:
             progress.lr_state = self.lr_state()
+            self.gather_dataset_states()
             extra = self._context.extra(progress, self.sampler.sampler_state())
             checkpointer.save(step, self.strategy, extra)
 
