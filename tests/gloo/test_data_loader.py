@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
 from transformers.utils import ModelOutput
 
-from polyrhythm.run.data.loader import SampleLoader, check_fingerprint, fingerprint_of
+from polyrhythm.run.data.loader import SampleLoader, decode_microbatches, encode_microbatches
 from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.run.data.reader import StreamState, make_order
 from polyrhythm.run.pipeline.batch import Microbatch, split_ranges
@@ -160,55 +160,21 @@ def test_ranges_are_split_without_loss(lengths: list[int], data: st.DataObject) 
     assert positions == [p for start, end in ranges for p in range(start, end)]
 
 
-def microbatch(**inputs: Any) -> Microbatch:
-    return Microbatch(size=2, kwargs=inputs, target=torch.arange(4.0))
-
-
-def test_fingerprint_differs_with_any_value() -> None:
-    tokens, pixels = torch.arange(24).reshape(2, 12), torch.randn(2, 3, 16, 16)
-    before = fingerprint_of([microbatch(ids=tokens, pixels=pixels, flag=True)])
-    reordered = fingerprint_of([microbatch(flag=True, pixels=pixels, ids=tokens)])
-    check_fingerprint(reordered, before, ((0, 2),))
-    rounded = pixels.double().mul(1 + 1e-6).float()
-    check_fingerprint(
-        fingerprint_of([microbatch(ids=tokens, pixels=rounded, flag=True)]), before, ((0, 2),)
-    )
-    swapped = tokens.clone()
-    swapped[0, 0], swapped[0, 1] = tokens[0, 1], tokens[0, 0]
-    for changed in (
-        {"ids": swapped, "pixels": pixels, "flag": True},
-        {"ids": tokens, "pixels": pixels.roll(1, -1), "flag": True},
-        {"ids": tokens, "pixels": pixels + 0.1 * torch.randn_like(pixels), "flag": True},
-        {"ids": tokens, "pixels": pixels[:, :, 1:], "flag": True},
-        {"ids": tokens, "pixels": pixels, "flag": False},
-        {"ids": tokens, "pixels": pixels},
-    ):
-        with pytest.raises(DataError, match="positions 0 to 1, 7 to 8 differ"):
-            check_fingerprint(fingerprint_of([microbatch(**changed)]), before, ((0, 2), (7, 9)))
-
-
-def test_fingerprint_of_large_images_finds_another_draw_in_a_sample_of_their_elements() -> None:
-    images = torch.randn(16, 3, 96, 96)
-    before = fingerprint_of([microbatch(pixels=images)])
-    moved = torch.cat([images[:8], images[8:].roll(1, -1)])
-    for changed in (moved, images.flip(-1), images + 0.1 * torch.randn_like(images)):
-        with pytest.raises(DataError, match="differ"):
-            check_fingerprint(fingerprint_of([microbatch(pixels=changed)]), before, ((0, 16),))
-    num_read = 0
-
-    class Counted(Tensor):
-        @classmethod
-        def __torch_function__(
-            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal num_read
-            found = super().__torch_function__(function, types, args, kwargs or {})
-            if function in (Tensor.sum, Tensor.abs):
-                num_read += args[0].numel()
-            return found
-
-    fingerprint_of([microbatch(pixels=images.as_subclass(Counted))])
-    assert num_read < images.numel() // 10
+def test_what_another_stage_takes_is_encoded() -> None:
+    target = (torch.arange(4), {"weights": np.ones(2), "names": ["a", "b"]})
+    sent = [
+        Microbatch(size=2, kwargs={"ids": torch.ones(2, 3)[:, :2], "flag": True}, target=target),
+        Microbatch(size=1, target=None),
+    ]
+    found = decode_microbatches(encode_microbatches(sent), [2, 1])
+    assert [m.size for m in found] == [2, 1]
+    assert found[1] == sent[1]
+    assert torch.equal(found[0].kwargs["ids"], torch.ones(2, 2))
+    assert found[0].kwargs["flag"] is True
+    assert torch.equal(found[0].target[0], torch.arange(4))
+    assert found[0].target[1]["names"] == ["a", "b"]
+    with pytest.raises(DataError, match=r"is a Lock|is a lock"):
+        encode_microbatches([Microbatch(size=1, target=threading.Lock())])
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_resume_with_another_plan_continues_the_stream(
     second = resume(tmp_path, after, NUM_STEPS, sync=sync)
     losses = losses_of(first, 0, STOP_STEP) + losses_of(second, STOP_STEP, NUM_STEPS)
     assert losses == pytest.approx(whole, abs=1e-5)
-    for first_step, _, read in second:
-        assert first_step == STOP_STEP
+    assert {first_step for first_step, _, _ in second} == {STOP_STEP}
+    for _, _, read in second[:: after[0]]:  # later stages do not read
         assert read[0] >= (STOP_STEP - 1) * BATCH  # at most one step is read again
         assert read[-1] < NUM_STEPS * BATCH
         assert len(set(read)) == len(read)

@@ -10,16 +10,15 @@ nor on the number of pipelines. All threads share these generators. So a dataset
 by the training thread, between steps; one that does not is prefetched, and watched. Processes of
 `worker_pool.py` have generators of their own, and read both kinds ahead.
 
-A fingerprint of what the first stage has read goes to the other stages, which compare their own:
-a dataset that returns other items in each process would train on inputs and targets of different
-samples. Integers must be equal; floating-point numbers may be rounded differently by machines.
+Only the first stage of a pipeline reads. It sends the targets to the last stage, and to all later
+ones the inputs that their module takes, too: reading may be costly, or return other items in each
+process. What is sent is small beside the activations of the same samples.
 
 The next positions are a prediction: shares may change, training may end early. If other positions
 are requested, they are loaded synchronously, and the prefetched batch is dropped with its error, if
 any. An error of a prefetched batch is raised when the batch is requested.
 """
 
-import hashlib
 import logging
 import threading
 import warnings
@@ -37,6 +36,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
+from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
+from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.coordinator.client import SampleFuture
 from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.run.data.reader import (
@@ -56,7 +57,6 @@ from polyrhythm.run.data.worker_pool import (
 from polyrhythm.run.pipeline.batch import (
     BatchHeader,
     BatchSlice,
-    Fingerprint,
     Microbatch,
     split_ranges,
 )
@@ -72,9 +72,6 @@ ShardState = tuple[int, DatasetState]
 PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or a future of them; () for none
 _LABELS = ("labels", "label", "label_ids")  # the target in a batch by name
 _SPAN = ("start_positions", "end_positions")  # the target of question answering
-_NUM_SUMS, _NUM_ELEMENTS = 16, 7  # of a fingerprint; elements of each tensor
-_MAX_SUMMED = 4096  # elements of a tensor that its mean is over
-_TOLERANCE = 1e-3  # far above rounding, far below a random draw
 
 
 class CollatedSamples(NamedTuple):
@@ -86,7 +83,6 @@ class CollatedSamples(NamedTuple):
 class LoadedBatch(NamedTuple):
     ranges: Ranges
     microbatches: Sequence[Microbatch]
-    fingerprint: Fingerprint | None = None  # only in a pipeline of several stages
 
     @property
     def sizes(self) -> list[int]:
@@ -152,7 +148,6 @@ class SampleLoader:
         collate_fn: Collate | None = None,
         *,
         seed: int = 0,
-        has_fingerprints: bool = False,
         workers: WorkerOptions = NO_WORKERS,
         batch_size: int = 1,
         num_shards: int | None = None,
@@ -166,7 +161,6 @@ class SampleLoader:
         self._dataset = dataset
         self._reader = make_reader(dataset, order, batch_size, num_shards)
         self._microbatches = MicrobatchReader(self._reader, collate_fn, seed)
-        self._has_fingerprints = has_fingerprints
         if workers.pin_memory and not torch.accelerator.is_available():
             warnings.warn("pin_memory has no effect: there is no accelerator", stacklevel=2)
             workers = replace(workers, pin_memory=False)
@@ -268,8 +262,7 @@ class SampleLoader:
             args, kwargs = as_arguments(part.inputs)
             size = num_positions(part.ranges)
             microbatches.append(Microbatch(size=size, args=args, kwargs=kwargs, target=part.target))
-        fingerprint = fingerprint_of(microbatches) if self._has_fingerprints else None
-        return LoadedBatch(ranges, microbatches, fingerprint)
+        return LoadedBatch(ranges, microbatches)
 
     def close(self) -> None:
         """End the worker processes; they start again when they are needed."""
@@ -399,61 +392,27 @@ def num_positions(ranges: Ranges) -> int:
     return sum(end - start for start, end in ranges)
 
 
-def fingerprint_of(microbatches: Sequence[Microbatch]) -> Fingerprint:
-    """Summarise values: one exact number of integers, and sums of some floating-point numbers."""
-    exact, sums = hashlib.blake2b(digest_size=7), [0.0] * _NUM_SUMS
-    count = 0
-    for m in microbatches:
-        for leaf in pytree.tree_leaves((m.args, sorted(m.kwargs.items()), m.target)):
-            if not isinstance(leaf, Tensor):
-                is_plain = leaf is None or isinstance(leaf, str | int | float | bool)
-                exact.update(repr(leaf if is_plain else type(leaf)).encode())
-                continue
-            exact.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            if leaf.is_floating_point() or leaf.is_complex():
-                for value in _float_sums(leaf):
-                    sums[count % _NUM_SUMS] += value
-                    count += 1
-            elif leaf.layout == torch.strided:
-                exact.update(leaf.detach().cpu().contiguous().numpy().tobytes())
-    number = int.from_bytes(exact.digest(), "little")
-    return number, tuple(sums[: min(count, _NUM_SUMS)])
+def encode_microbatches(microbatches: Sequence[Microbatch]) -> bytes:
+    """Encode keywords and targets for another stage; raises DataError for other than plain data."""
+    parts = [(dict(m.kwargs), m.target) for m in microbatches]
+    parts = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), parts)
+    try:
+        return encode_state(parts, "the batch")
+    except CheckpointError as error:
+        raise DataError(
+            error.wrong,
+            expected="numbers, strings, tensors and arrays, in lists, tuples and dicts, which the "
+            "first stage sends to the others",
+            fix="let collate_fn return these, or use one stage",
+        ) from None
 
 
-def _float_sums(tensor: Tensor) -> list[float]:
-    """Return values around 1 at most: the mean, and single elements, by the mean magnitude."""
-    if not tensor.numel() or tensor.layout != torch.strided:
-        return []
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    flat = flat.detach().reshape(-1)
-    flat = flat[:: flat.numel() // _MAX_SUMMED | 1]  # odd: not always the same columns
-    magnitude = flat.abs().sum(dtype=torch.float64).item() or 1.0
-    places = torch.arange(1, _NUM_ELEMENTS + 1) * 0x9E3779B1 % flat.numel()  # far apart
-    elements = flat[places.to(flat.device)].double().clamp(-1e30, 1e30)
-    values = [flat.sum(dtype=torch.float64) / magnitude, *(elements / magnitude * flat.numel())]
-    return [float(value) for value in values]
-
-
-def check_fingerprint(
-    found: Fingerprint | None, expected: Fingerprint | None, ranges: Ranges
-) -> None:
-    """Refuse samples that differ from those of the first stage."""
-    assert found is not None, "a pipeline of several stages has fingerprints"
-    assert expected is not None, "a pipeline of several stages has fingerprints"
-    tolerance = _TOLERANCE * (1.0 + max(map(abs, expected[1]), default=0.0))
-    is_equal = found[0] == expected[0] and all(
-        abs(a - b) <= tolerance or a == b or (a != a and b != b)
-        for a, b in zip(found[1], expected[1], strict=True)
-    )
-    if is_equal:
-        return
-    raise DataError(
-        f"the samples at positions {_shown(ranges)} differ between the first stage and this one",
-        expected="a dataset and a collate_fn that return the same in every process: inputs and "
-        "targets are read by different stages",
-        fix="draw random numbers from the global generator of torch, numpy or random, which the "
-        "Trainer seeds for each micro-batch, not from one of your own",
-    )
+def decode_microbatches(encoded: bytes, sizes: Sequence[int]) -> list[Microbatch]:
+    parts = decode_state(encoded, "the batch")
+    return [
+        Microbatch(size=size, kwargs=kwargs, target=target)
+        for size, (kwargs, target) in zip(sizes, parts, strict=True)
+    ]
 
 
 def _shown(ranges: Ranges) -> str:
@@ -620,33 +579,39 @@ class StageLoader:
         num_steps = -(-self._samples.workers.num_ahead // len(sizes))
         later_ranges = peek_ahead(num_steps - 1) if num_steps > 1 else ()
         batch = self._load(batch_slice.ranges, sizes, next_ranges, later_ranges)
-        is_read_by_all = self._pipeline.num_stages > 1 and any(
-            later_stage_keywords(self._pipeline.module, m.args, m.kwargs)
-            for m in batch.microbatches
+        if self._pipeline.num_stages == 1:
+            return batch.microbatches, batch_slice
+        payloads = self._payloads(batch.microbatches)
+        self._pipeline.send_data(payloads)  # before the header, after which it is expected
+        return batch.microbatches, structs.replace(
+            batch_slice, data_bytes=tuple(map(len, payloads))
         )
-        metadata = structs.replace(
-            batch_slice,
-            next_ranges=resolved_ranges(next_ranges),
-            later_ranges=later_ranges,
-            fingerprint=batch.fingerprint,
-            is_read_by_all=is_read_by_all,
-        )
-        return batch.microbatches, metadata
 
     def of_header(self, header: BatchHeader) -> Sequence[Microbatch]:
-        """Load what a later stage takes of the batch that the header announces."""
-        batch_slice, module = header.metadata, self._pipeline.module
+        """Receive what a later stage takes of the batch that the header announces."""
+        batch_slice, sizes = header.metadata, header.sizes
         assert isinstance(batch_slice, BatchSlice), "the first stage passes it"
-        if not (self._pipeline.is_last or batch_slice.is_read_by_all):
-            return [Microbatch(size=size) for size in header.sizes]
-        batch = self._load(
-            batch_slice.ranges, header.sizes, batch_slice.next_ranges, batch_slice.later_ranges
-        )
-        check_fingerprint(batch.fingerprint, batch_slice.fingerprint, batch_slice.ranges)
-        return [
+        nbytes = batch_slice.data_bytes[self._pipeline.stage - 1]
+        if not nbytes:
+            return [Microbatch(size=size) for size in sizes]
+        microbatches = decode_microbatches(self._pipeline.receive_data(nbytes), sizes)
+        if self._samples.workers.pin_memory:
+            microbatches = [
+                replace(m, kwargs=pinned(m.kwargs), target=pinned(m.target)) for m in microbatches
+            ]
+        return microbatches
+
+    def _payloads(self, microbatches: Sequence[Microbatch]) -> list[bytes]:
+        """Return what each later stage takes of a batch."""
+        module = self._pipeline.module
+        last = [
             replace(m, args=(), kwargs=later_stage_keywords(module, m.args, m.kwargs))
-            for m in batch.microbatches
+            for m in microbatches
         ]
+        middle = b""
+        if self._pipeline.num_stages > 2 and any(m.kwargs for m in last):
+            middle = encode_microbatches([replace(m, target=None) for m in last])
+        return [middle] * (self._pipeline.num_stages - 2) + [encode_microbatches(last)]
 
     def wait(self) -> None:
         """Wait until no thread reads ahead: it would notice draws from the random generators."""

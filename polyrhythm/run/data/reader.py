@@ -11,9 +11,6 @@ Samples of other pipelines are skipped by reading them. To read less, an iterabl
 batch are taken in turns: a pipeline opens those that hold its own samples. The number of shards
 follows from the dataset and the batch size, so that the order of samples depends neither on the
 number of pipelines nor on the plan.
-
-A dataset must return the same item each time, in any process that has seeded the global random
-generators equally: several stages of a pipeline read the same samples.
 """
 
 import base64

@@ -30,7 +30,6 @@ from polyrhythm.sync.dispatch import Ranges
 
 # A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
 MicrobatchKind = int
-Fingerprint = tuple[int, tuple[float, ...]]  # of collated samples: `data/loader.py`
 
 
 class BatchSlice(msgspec.Struct, frozen=True):
@@ -39,10 +38,7 @@ class BatchSlice(msgspec.Struct, frozen=True):
     step: int  # the global step
     ranges: Ranges  # of positions
     weight: float = 1.0  # of the samples' mean loss in the gradient
-    next_ranges: Ranges = ()  # of its next step, if known already, for prefetching
-    later_ranges: tuple[Ranges, ...] = ()  # of steps after that, for worker processes
-    fingerprint: Fingerprint | None = None  # of the data that the first stage has read
-    is_read_by_all: bool = False  # later stages of the model take inputs, too
+    data_bytes: tuple[int, ...] = ()  # that the first stage sends to each later stage
 
     @property
     def num_samples(self) -> int:

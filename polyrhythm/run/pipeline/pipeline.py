@@ -510,6 +510,17 @@ class Pipeline:
         )
         return self._splitter.sizes(batch_size)
 
+    def send_data(self, payloads: Sequence[bytes]) -> None:
+        """Send data of the next batch from the first stage to each later one, in their order."""
+        self._check_open("send_data")
+        if self._connections is not None:
+            self._connections.send_data(payloads)
+
+    def receive_data(self, nbytes: Bytes) -> bytes:
+        """Receive on a later stage what `send_data` has sent; `nbytes` as the metadata says."""
+        assert self._connections is not None, "a later stage"
+        return self._connections.receive_data(nbytes)
+
     def end_batches(self) -> None:
         """Announce from the first stage that no batch follows; the other stages wait for one."""
         self._check_open("end_batches")

@@ -44,7 +44,7 @@ from polyrhythm.errors import (
     peer_errors,
     short_cause,
 )
-from polyrhythm.run.comm.process_groups import abort, all_gather, new_gloo_group
+from polyrhythm.run.comm.process_groups import abort, all_gather, new_gloo_group, receive
 from polyrhythm.run.pipeline.batch import END_OF_DATA, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
@@ -503,6 +503,7 @@ _HEADER_BYTES: Bytes = 4096  # 200 micro-batches, each of another kind
 _HEADER_LAYOUT = MessageLayout.of([torch.empty(_HEADER_BYTES, dtype=torch.uint8)])
 _HEADER_KIND: MicrobatchKind = 0
 _HEADER_ACTION = Action(Op.F, 0)
+_DATA_TAG = 2**23  # above the tags of headers, clocks and tied gradients
 _HEADER_THREAD_TIMEOUT: Seconds = 86_400.0  # `_HeaderThread.next` has the pipeline's timeout
 
 
@@ -551,6 +552,8 @@ class Connections:
             self._outboxes.append(self._header_outbox)
         self._header_thread: _HeaderThread | None = None
         self._prefetches_headers = False
+        self._num_data = [0] * self.num_stages  # messages with data, by the stage that gets them
+        self._sent_data = deque[tuple[int, Tensor, dist.Work]]()
         self._boxes: list[Inbox | Outbox] = [*self._outboxes, *inboxes]
         # A thread that waits in gloo while the interpreter ends would abort the process, even if
         # this object was collected before.
@@ -600,8 +603,39 @@ class Connections:
         message = pad_bytes(payload, _HEADER_BYTES)
         self._header_outbox.send(_HEADER_ACTION, _HEADER_KIND, [message], _HEADER_LAYOUT)
 
+    def send_data(self, payloads: Sequence[bytes]) -> None:
+        """Send data of the next batch from the first stage to each later one, unless it is empty.
+
+        A later stage receives it when it begins the batch, so waiting for older data costs nothing.
+        """
+        self._wait_for_data(most=4 * self.num_stages)
+        for stage, payload in enumerate(payloads, start=1):
+            if payload:
+                message = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                with peer_errors(self.name(stage), "sending a batch"):
+                    work = self.control.send([message], stage, self._next_data_tag(stage))
+                self._sent_data.append((stage, message, work))
+
+    def receive_data(self, nbytes: Bytes) -> bytes:
+        """Receive data of this batch from the first stage."""
+        message = torch.empty(nbytes, dtype=torch.uint8)
+        with peer_errors(self.name(0), "receiving a batch"):
+            receive(self.control, message, 0, tag=self._next_data_tag(self.stage))
+        return message.numpy().tobytes()
+
+    def _next_data_tag(self, stage: int) -> int:
+        self._num_data[stage] += 1
+        return _DATA_TAG + self._num_data[stage] % _NUM_TAGS
+
+    def _wait_for_data(self, most: int = 0) -> None:
+        while len(self._sent_data) > most:
+            stage, _, work = self._sent_data.popleft()
+            with peer_errors(self.name(stage), "sending a batch"):
+                work.wait()
+
     def drain(self) -> None:
         """Wait until all messages have been sent."""
+        self._wait_for_data()
         for outbox in self._outboxes:
             outbox.drain()
 

@@ -661,7 +661,6 @@ class Trainer:
             order,
             self._config.collate_fn,
             seed=self._config.data.seed,
-            has_fingerprints=self.pipeline.num_stages > 1,
             workers=self._config.data.workers,
             batch_size=self._global_batch.size,
             num_shards=self._config.data.stream_shards,
