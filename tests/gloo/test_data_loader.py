@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,12 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import BatchEncoding, DataCollatorWithPadding, PreTrainedTokenizerFast
+from transformers import (
+    BatchEncoding,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import ModelOutput
 
 from polyrhythm.run.data.loader import SampleLoader, decode_microbatches, encode_microbatches
@@ -237,9 +243,16 @@ def ragged(count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": [1] * (i + 1), "labels": [1] * (i + 1)} for i in range(count)]
 
 
+def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 1})), **options)
+
+
 def padded_without_token(items: list[Any]) -> Any:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 1})))
-    return DataCollatorWithPadding(tokenizer)(items)
+    return DataCollatorWithPadding(tokenizer())(items)
+
+
+def padded_without_labels(items: list[Any]) -> Any:
+    return DataCollatorWithPadding(tokenizer(pad_token="a"))(items)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +261,9 @@ def padded_without_token(items: list[Any]) -> Any:
         (lambda items: None, "is nothing (None)", "return the batch"),
         (lambda items: {"x": 1}, "has no labels, but 'x'", "DataCollatorForLanguageModeling"),
         (None, "item['input_ids'] has shapes (3,) and (4,)", "DataCollatorWithPadding"),
-        (padded_without_token, "ValueError: Asking to pad", "its own error is the cause"),
+        (padded_without_token, "ValueError: Asking to pad", "pad_token = tokenizer.eos_token"),
+        (padded_without_labels, "features (`labels` in this case)", "DataCollatorForSeq2Seq"),
+        (lambda items: items[0]["text"], "KeyError: 'text'", "its own error is the cause"),
     ],
 )
 def test_unusable_batch_is_refused_with_its_positions(collate: Any, wrong: str, fix: str) -> None:
@@ -289,6 +304,21 @@ def test_batched_read_is_used_where_a_dataset_has_it() -> None:
     dataset.is_short = True
     with pytest.raises(DataError, match="__getitems__ of the Batched returned 1"):
         samples.load(((0, 2),))
+
+
+@pytest.mark.parametrize("form", [None, "torch", "numpy"])
+def test_dataset_of_hugging_face_is_read_by_one_call(form: str | None) -> None:
+    columns = {"input_ids": [[i, i] for i in range(9)], "labels": list(range(9))}
+    dataset = datasets.Dataset.from_dict(columns).with_format(form)
+    order = make_order(dataset, shuffle=False)
+    assert order == SampleOrder(9, shuffle=False)
+    found = SampleLoader(dataset, order).load(((1, 3), (8, 10)))
+    assert found.inputs["input_ids"].tolist() == [[1, 1], [2, 2], [8, 8], [0, 0]]
+    assert found.target.tolist() == [1, 2, 8, 0]
+    collate = DataCollatorForLanguageModeling(tokenizer(pad_token="a"), mlm=False)
+    ragged_dataset = datasets.Dataset.from_list(ragged(4)).with_format(form)
+    texts = SampleLoader(ragged_dataset.remove_columns("labels"), SampleOrder(4), collate)
+    assert texts.load(((0, 4),)).inputs["input_ids"].shape == (4, 4)
 
 
 def test_custom_collate_fn_is_used() -> None:
@@ -410,13 +440,23 @@ class StatelessStream(IterableDataset):
         return iter(range(100))
 
 
-def test_stateful_dataloader_of_samples_resumes() -> None:
-    samples = SampleLoader(StatefulDataLoader(numbers(20), batch_size=None), None)
-    assert samples.load(((4, 6),)).target.tolist() == [40, 50]
-    encoded = json.dumps(samples.state_at(5).as_json())
-    samples = SampleLoader(StatefulDataLoader(numbers(20), batch_size=None), None)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_stateful_dataloader_of_samples_resumes(num_workers: int) -> None:
+    def load(shuffled: int) -> SampleLoader:
+        torch.manual_seed(shuffled)
+        stream = StatefulDataLoader(
+            numbers(20), batch_size=None, shuffle=True, num_workers=num_workers
+        )
+        return SampleLoader(stream, None)
+
+    samples = load(0)
+    whole = samples.load(((0, 12),)).target.tolist()
+    assert whole != sorted(whole)
+    samples.load(((8, 9),))
+    encoded = json.dumps(samples.state_at(8).as_json())
+    samples = load(1)
     samples.resume_from(StreamState.from_json(json.loads(encoded)))
-    assert samples.load(((5, 7),)).target.tolist() == [50, 60]
+    assert samples.load(((8, 12),)).target.tolist() == whole[8:]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from polyrhythm.run.checkpoint.manifest import read_manifest
 from polyrhythm.run.comm.launch import DistContext
@@ -103,6 +104,23 @@ def test_resume_with_another_plan_continues_the_stream(
         assert read[0] >= (STOP_STEP - 1) * BATCH  # at most one step is read again
         assert read[-1] < NUM_STEPS * BATCH
         assert len(set(read)) == len(read)
+
+
+def test_stateful_dataloader_continues_after_restore(tmp_path: Path) -> None:
+    def stream(seed: int) -> StatefulDataLoader[Any]:
+        torch.manual_seed(seed)
+        inputs = torch.randn(NUM_STEPS * BATCH, 8, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(inputs, torch.tanh(inputs[:, :4]) + inputs[:, 4:])
+        return StatefulDataLoader(data, batch_size=None, shuffle=True)
+
+    whole, _ = fit(tmp_path, 1, 1, dataset=stream(seed=1))
+    losses = list[float]()
+    for steps, seed in ((STOP_STEP, 1), (NUM_STEPS, 2)):  # the order is in the state, too
+        with trainer(plan_of(1, 1), dataset=stream(seed), run_dir=tmp_path / "run") as made:
+            made.restore()
+            losses += made.fit(max_steps=steps).losses
+            made.save()
+    assert losses == pytest.approx(whole, abs=1e-5)
 
 
 def test_outstanding_samples_are_read_again_after_restore(tmp_path: Path) -> None:

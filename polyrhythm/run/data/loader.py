@@ -125,7 +125,7 @@ class MicrobatchReader:
                 raise DataError(
                     why,
                     expected="a collate_fn that returns a batch of these items",
-                    fix="correct the collate_fn or what it uses; its own error is the cause above",
+                    fix=_collator_fix(str(error)),
                 ) from error
             raise _uncollated(why, items) from error
         inputs, target = inputs_and_target(batch, where)
@@ -351,6 +351,15 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(value) if is_numbers else value
 
 
+def _collator_fix(why: str) -> str:
+    """Say how to put right what collators of transformers complain about most."""
+    if "pad_token" in why or "padding token" in why:
+        return "give the tokenizer one before training: tokenizer.pad_token = tokenizer.eos_token"
+    if "`labels`" in why:
+        return "use a collator that pads labels, too, such as DataCollatorForSeq2Seq(tokenizer)"
+    return "correct the collate_fn or what it uses; its own error is the cause above"
+
+
 def _uncollated(why: str, items: list[Any]) -> DataError:
     """Name a part of items, such as tokens, whose lengths differ."""
     shapes = [_shapes(item) for item in items]
@@ -361,7 +370,8 @@ def _uncollated(why: str, items: list[Any]) -> DataError:
             return DataError(
                 f"{why}; {what}",
                 expected="items of equal shape, or a collate_fn that pads them",
-                fix="pass one, such as DataCollatorWithPadding(tokenizer) of transformers",
+                fix="pass one of transformers: DataCollatorForLanguageModeling(tokenizer, "
+                "mlm=False) for text, or DataCollatorWithPadding(tokenizer), which pads no labels",
             )
     return DataError(
         why,
