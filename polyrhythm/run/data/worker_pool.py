@@ -13,18 +13,17 @@ the parent has died, also in the middle of an item. That matters to other machin
 process has copies of the parent's sockets. SIGINT and SIGTERM are for the parent, which may still
 need data to finish a step and save.
 
-Nothing is unpickled: a batch is encoded as the state in a checkpoint is. Large tensors are mapped
-from files in shared memory.
+Nothing is unpickled: a batch is encoded as the state in a checkpoint is. Large tensors stay in
+shared memory, where torch's `default_collate` puts them: a file descriptor passes through the pipe,
+which is a Unix socket, and the memory ends with its last user.
 """
 
 import atexit
 import contextlib
-import itertools
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
+import socket
 import threading
 import time
 import traceback
@@ -33,8 +32,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,10 +53,9 @@ CLOSE_TIMEOUT: Seconds = 5.0  # for the item that a process or thread is reading
 _WATCH_INTERVAL: Seconds = 1.0
 _MAX_TASKS = 2  # of a process: one to read, and the next, so that it need not wait for the parent
 _MAX_COPIED = 1 << 18  # bytes of a tensor that is sent by value
-_SHARED_MEMORY = "/dev/shm"  # of Linux; elsewhere files in the default temporary folder
-_FILE = "the file of a large tensor"  # a key
-_BATCH, _ERROR = b"b", b"e"  # kinds of messages
-_numbers = itertools.count()  # of files of this process
+_MAX_SHARED = 200  # tensors of a batch; Linux passes up to 253 descriptors at once
+_SHARED = "number of a tensor in shared memory"  # a key
+_ERROR = 255  # first byte of a message, otherwise the number of descriptors that follow
 Read = Callable[[Ranges], Any]
 
 
@@ -115,7 +113,6 @@ class WorkerPool:
         self._thread: threading.Thread | None = None
         self._error: DataError | None = None  # after a process has died
         self._is_closed = False
-        self._folder = ""  # of files with large tensors
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -163,14 +160,10 @@ class WorkerPool:
         self._fail(self._waiting)
         self._wake_sender.close()
         self._wake_receiver.close()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
         options = self._options
         context: Any = multiprocessing.get_context(options.multiprocessing_context)
-        place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-        self._folder = tempfile.mkdtemp(prefix="polyrhythm-batches-", dir=place)
         try:
             for number in range(options.num_workers):
                 parent, child = context.Pipe()
@@ -179,7 +172,6 @@ class WorkerPool:
                     args=(
                         child,
                         os.getpid(),
-                        self._folder,
                         self._read,
                         self._dataset,
                         number,
@@ -198,7 +190,6 @@ class WorkerPool:
             for worker in self._processes:
                 worker.connection.send_bytes(b"")
                 worker.connection.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
             num_started, self._processes = len(self._processes), []
             raise DataError(
                 f"worker process {num_started} of {options.num_workers} cannot start: "
@@ -237,22 +228,25 @@ class WorkerPool:
                 worker = workers[connection]  # type: ignore[index]
                 try:
                     sent = worker.connection.recv_bytes()
+                    storages = _receive_storages(worker.connection, sent[0])
                 except (EOFError, OSError) as error:
                     self._break(worker, error)
                     return
                 with self._lock:
                     task = worker.tasks.popleft()
                     self._send_waiting()
-                self._resolve(task.future, sent)
+                self._resolve(task.future, sent, storages)
 
-    def _resolve(self, future: "Future[Any]", sent: bytes) -> None:
+    def _resolve(
+        self, future: "Future[Any]", sent: bytes, storages: Sequence[torch.UntypedStorage]
+    ) -> None:
         try:
-            if sent[:1] == _ERROR:
+            if sent[0] == _ERROR:
                 future.set_exception(msgspec.json.decode(sent[1:], type=_SentError).error())
             else:
-                result = _decoded(sent[1:])
+                result = _decoded(sent[1:], storages)
                 future.set_result(pinned(result) if self._options.pin_memory else result)
-        except Exception as error:  # of `pin_memory`, or of a file that is gone
+        except Exception as error:  # of `pin_memory`
             future.set_exception(error)
 
     def _break(self, worker: _Process, why: Exception) -> None:
@@ -335,7 +329,6 @@ class _SentError(msgspec.Struct, frozen=True):
 def _run(
     connection: "Connection[Any, Any]",
     parent: int,
-    folder: str,
     read: Read,
     dataset: Any,
     number: int,
@@ -346,7 +339,7 @@ def _run(
     signal.set_wakeup_fd(-1)  # the parent's
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    threading.Thread(target=_exit_with, args=(parent, folder), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     torch_data.worker._worker_info = torch_data.worker.WorkerInfo(  # for get_worker_info()
         id=0 if is_stream else number,
@@ -363,52 +356,84 @@ def _run(
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while task := connection.recv_bytes():
             ranges = msgspec.json.decode(task, type=Ranges)
+            shared = list[Tensor]()
             try:
-                sent = failed or _BATCH + _encoded(read(ranges), folder)
+                sent = failed or _encoded(read(ranges), shared)
             except Exception as error:
                 sent = _sent_error(error)
             connection.send_bytes(sent)
+            if sent[0] != _ERROR:
+                _send_storages(connection, shared)
 
 
 def _sent_error(error: Exception) -> bytes:
-    return _ERROR + msgspec.json.encode(_SentError.of(error))
+    return bytes([_ERROR]) + msgspec.json.encode(_SentError.of(error))
 
 
-def _exit_with(parent: int, folder: str) -> None:
+def _exit_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_INTERVAL)
-    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _encoded(batch: Any, folder: str) -> bytes:
-    """Encode a batch; large tensors as names of files, which the parent maps and removes."""
+def _encoded(batch: Any, shared: list[Tensor]) -> bytes:
+    """Encode a batch, but for large tensors: those are moved to `shared`, in shared memory."""
+    can_share = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # as on Linux
 
     def convert(tensor: Tensor) -> Any:
+        nbytes = tensor.numel() * tensor.element_size()
         is_plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        size = tensor.numel()
-        if not is_plain or tensor.is_complex() or size * tensor.element_size() <= _MAX_COPIED:
+        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.is_quantized
+        if nbytes <= _MAX_COPIED or not (can_share and is_plain) or len(shared) == _MAX_SHARED:
             return tensor
-        path = f"{folder}/{os.getpid()}-{next(_numbers)}"
-        file = torch.from_file(path, shared=True, size=size, dtype=tensor.dtype)
-        file.copy_(tensor.detach().reshape(-1))
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        if tensor.untyped_storage().nbytes() != nbytes:  # a part of a larger one
+            tensor = tensor.clone()
+        shared.append(tensor.share_memory_())
         name = str(tensor.dtype).removeprefix("torch.")
-        return {_FILE: path, "shape": list(tensor.shape), "dtype": name}
+        return {_SHARED: len(shared) - 1, "shape": list(tensor.shape), "dtype": name}
 
-    return encode_state(pytree.tree_map_only(Tensor, convert, batch), "the batch")
+    encoded = encode_state(pytree.tree_map_only(Tensor, convert, batch), "the batch")
+    return bytes([len(shared)]) + encoded
 
 
-def _decoded(sent: bytes) -> Any:
-    def is_file(value: Any) -> bool:
-        return isinstance(value, dict) and _FILE in value
+def _decoded(sent: bytes, storages: Sequence[torch.UntypedStorage]) -> Any:
+    def is_shared(value: Any) -> bool:
+        return isinstance(value, dict) and _SHARED in value
 
     def convert(value: Any) -> Any:
-        if not is_file(value):
+        if not is_shared(value):
             return value
-        shape, dtype = value["shape"], getattr(torch, value["dtype"])
-        size = torch.Size(shape).numel()
-        tensor = torch.from_file(value[_FILE], shared=True, size=size, dtype=dtype)
-        Path(value[_FILE]).unlink()  # the mapping stays until the tensor is gone
-        return tensor.view(shape)
+        empty = torch.empty(0, dtype=getattr(torch, value["dtype"]))
+        return empty.set_(storages[value[_SHARED]], 0, value["shape"])  # type: ignore[call-overload]
 
-    return pytree.tree_map(convert, decode_state(sent, "a batch"), is_leaf=is_file)
+    return pytree.tree_map(convert, decode_state(sent, "a batch"), is_leaf=is_shared)
+
+
+def _send_storages(connection: "Connection[Any, Any]", tensors: Sequence[Tensor]) -> None:
+    """Send the descriptors and sizes of shared memory, as torch's DataLoader does."""
+    if not tensors:
+        return
+    found = [tensor.untyped_storage()._share_fd_cpu_() for tensor in tensors]
+    connection.send_bytes(msgspec.json.encode([size for _, size in found]))
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
+        reduction.sendfds(pipe, [descriptor for descriptor, _ in found])
+
+
+def _receive_storages(
+    connection: "Connection[Any, Any]", count: int
+) -> Sequence[torch.UntypedStorage]:
+    if count in (0, _ERROR):
+        return ()
+    sizes = msgspec.json.decode(connection.recv_bytes(), type=list[int])
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
+        descriptors = reduction.recvfds(pipe, count)
+    try:
+        map_shared: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
+        return [
+            map_shared(descriptor, size)
+            for descriptor, size in zip(descriptors, sizes, strict=True)
+        ]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
