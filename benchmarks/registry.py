@@ -24,7 +24,7 @@ BENCHMARKS = {  # each is the module benchmarks.NAME.bench
     "decoupled": "reduce-scatter and all-gather apart (DeAR) against DDP and FSDP2 on slow links",
     "endtoend": "the Trainer against torch's 1F1B and DDP, heterogeneous and homogeneous clusters",
     "lab": "how accurate the lab is, and where its limit lies",
-    "models": "Hugging Face models in the Trainer against transformers.Trainer and Lightning Fabric",
+    "models": "Hugging Face models: against transformers.Trainer and Lightning Fabric",
     "parity": "the same result whatever the cut, the sync mode and the restart",
     "pipeline": "the adaptive schedule against 1F1B on slow networks",
     "plan": "how good plans are: known optima, against DT-FM's plans, and in the lab",

@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -32,7 +33,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -377,8 +377,8 @@ def _exit_with(parent: int) -> None:
 
 
 def _encoded(batch: Any, shared: list[Tensor]) -> bytes:
-    """Encode a batch, but for large tensors: those are moved to `shared`, in shared memory."""
-    can_share = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # as on Linux
+    """Encode a batch, but for large tensors: those are added to `shared`, for shared memory."""
+    can_share = sys.platform == "linux"  # where a descriptor of shared memory can be sent
 
     def convert(tensor: Tensor) -> Any:
         nbytes = tensor.numel() * tensor.element_size()
@@ -389,7 +389,7 @@ def _encoded(batch: Any, shared: list[Tensor]) -> bytes:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if tensor.untyped_storage().nbytes() != nbytes:  # a part of a larger one
             tensor = tensor.clone()
-        shared.append(tensor.share_memory_())
+        shared.append(tensor)
         name = str(tensor.dtype).removeprefix("torch.")
         return {_SHARED: len(shared) - 1, "shape": list(tensor.shape), "dtype": name}
 
@@ -411,13 +411,13 @@ def _decoded(sent: bytes, storages: Sequence[torch.UntypedStorage]) -> Any:
 
 
 def _send_storages(connection: "Connection[Any, Any]", tensors: Sequence[Tensor]) -> None:
-    """Send the descriptors and sizes of shared memory, as torch's DataLoader does."""
+    """Move tensors to shared memory, as torch's DataLoader does; send its descriptors and sizes."""
     if not tensors:
         return
     found = [tensor.untyped_storage()._share_fd_cpu_() for tensor in tensors]
     connection.send_bytes(msgspec.json.encode([size for _, size in found]))
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
-        reduction.sendfds(pipe, [descriptor for descriptor, _ in found])
+        socket.send_fds(pipe, [b"d"], [descriptor for descriptor, _ in found])
 
 
 def _receive_storages(
@@ -427,7 +427,7 @@ def _receive_storages(
         return ()
     sizes = msgspec.json.decode(connection.recv_bytes(), type=list[int])
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
-        descriptors = reduction.recvfds(pipe, count)
+        _, descriptors, _, _ = socket.recv_fds(pipe, 1, count)
     try:
         map_shared: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
         return [

@@ -581,6 +581,7 @@ class FitLoop:
                 phase.strategy.synchronize()
             if self._evaluate():
                 self.progress.lr_state = phase.lr_state()
+                phase.gather_dataset_states()
                 self._save(phase.strategy, phase.sampler.sampler_state())
 
     def _in_groups(self, phase: "Phase") -> SyncDecision:
