@@ -19,14 +19,16 @@ PACKAGE = "polyrhythm"
 EVIDENCE = ("benchmarks", "reproduction")
 CODE = (PACKAGE, *EVIDENCE, "tests", "examples", "tools")
 
-# Lines of the package, and with benchmarks and reproduction: what the tree had when it was
-# restructured, and what each feature since then may add. A feature that needs more says so here.
-_RESTRUCTURED = (44_800, 59_000)
-_FEATURES = {"the same result for any partition, sync mode and restart": (3_300, 5_800)}
-MAX_PACKAGE_LINES, MAX_TOTAL_LINES = (
-    sum(lines) for lines in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)
+# Lines of the package, with benchmarks and reproduction, and files in run/: what the tree had when
+# it was restructured, and what each feature since then may add. A feature that needs more says so.
+_RESTRUCTURED = (44_800, 59_000, 80)
+_FEATURES = {
+    "the same result for any partition, sync mode and restart": (3_300, 5_800, 0),
+    "Hugging Face models, found splits, evaluation, metrics, data loaders": (5_300, 6_300, 7),
+}
+MAX_PACKAGE_LINES, MAX_TOTAL_LINES, MAX_RUN_FILES = (
+    sum(numbers) for numbers in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)
 )
-MAX_RUN_FILES = 80
 SMALL_MODULE_LINES = 60
 MAX_SMALL_MODULES = 10
 MAX_BODY_LINES = 60

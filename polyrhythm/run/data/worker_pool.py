@@ -377,8 +377,8 @@ def _exit_with(parent: int) -> None:
 
 
 def _encoded(batch: Any, shared: list[Tensor]) -> bytes:
-    """Encode a batch, but for large tensors: those are added to `shared`, for shared memory."""
-    can_share = sys.platform == "linux"  # where a descriptor of shared memory can be sent
+    """Encode a batch, but for large tensors: those are moved to `shared`, in shared memory."""
+    can_share = sys.platform == "linux"
 
     def convert(tensor: Tensor) -> Any:
         nbytes = tensor.numel() * tensor.element_size()
@@ -389,7 +389,7 @@ def _encoded(batch: Any, shared: list[Tensor]) -> bytes:
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         if tensor.untyped_storage().nbytes() != nbytes:  # a part of a larger one
             tensor = tensor.clone()
-        shared.append(tensor)
+        shared.append(tensor.share_memory_())
         name = str(tensor.dtype).removeprefix("torch.")
         return {_SHARED: len(shared) - 1, "shape": list(tensor.shape), "dtype": name}
 
@@ -411,13 +411,13 @@ def _decoded(sent: bytes, storages: Sequence[torch.UntypedStorage]) -> Any:
 
 
 def _send_storages(connection: "Connection[Any, Any]", tensors: Sequence[Tensor]) -> None:
-    """Move tensors to shared memory, as torch's DataLoader does; send its descriptors and sizes."""
+    """Send the descriptors and sizes of shared memory, as torch's DataLoader does."""
     if not tensors:
         return
     found = [tensor.untyped_storage()._share_fd_cpu_() for tensor in tensors]
     connection.send_bytes(msgspec.json.encode([size for _, size in found]))
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
-        socket.send_fds(pipe, [b"d"], [descriptor for descriptor, _ in found])
+        socket.send_fds(pipe, [b"f"], [descriptor for descriptor, _ in found])
 
 
 def _receive_storages(
@@ -429,6 +429,8 @@ def _receive_storages(
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as pipe:
         _, descriptors, _, _ = socket.recv_fds(pipe, 1, count)
     try:
+        if len(descriptors) < count:
+            raise OSError(f"{count} tensors, and too many open files: see ulimit -n")
         map_shared: Any = torch.UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined]
         return [
             map_shared(descriptor, size)

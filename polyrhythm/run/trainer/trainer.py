@@ -198,7 +198,6 @@ class Trainer:
         find_split(config, whole, dataset, processes.num_processes)
         self.plan = choose_plan(config, whole, dataset, processes)
         self._global_batch = choose_global_batch(config, self.plan)
-        shares = choose_shares(self.plan, self._global_batch)
         config.split.check(whole, self.plan.layers_per_stage)
         self._membership = membership = join_job(self.plan, processes)
         store, members = membership.job_store("training"), membership.members
@@ -217,28 +216,7 @@ class Trainer:
         self._checkpointer = self._make_checkpointer(part, group, store)
         if self._checkpointer is not None:
             self._checkpointer.run_info |= hugging_face_configs(whole)
-        self._preemption = PreemptionHandler(
-            membership.job_store("preemption"),
-            members,
-            membership.first_stages,
-            grace_period=config.checkpoint.grace_period,
-        )
-        self._context = FitContext(
-            config=config,
-            worker=self.worker,
-            store=store,
-            members=members,
-            first_stages=membership.first_stages,
-            global_batch=self._global_batch,
-            shares=shares,
-            pipeline=self.pipeline,
-            samples=self._samples,
-            log=self._log,
-            checkpointer=self._checkpointer,
-            preemption=self._preemption,
-            metric_store=membership.job_store("metrics"),
-            machines=self._gather_machines(store),
-        )
+        self._context = self._make_context(store)
         self._progress = TrainProgress(optimizer=self._context.new_optimizer())
         self._is_open = True
         atexit.register(self._at_exit)
@@ -461,6 +439,31 @@ class Trainer:
         if config.schedule == AUTO != planned:
             pipeline.spec = ScheduleSpec.parse(planned)  # the initial one
         return pipeline
+
+    def _make_context(self, store: JobStore) -> FitContext:
+        config, membership = self._config, self._membership
+        self._preemption = PreemptionHandler(
+            membership.job_store("preemption"),
+            membership.members,
+            membership.first_stages,
+            grace_period=config.checkpoint.grace_period,
+        )
+        return FitContext(
+            config=config,
+            worker=self.worker,
+            store=store,
+            members=membership.members,
+            first_stages=membership.first_stages,
+            global_batch=self._global_batch,
+            shares=choose_shares(self.plan, self._global_batch),
+            pipeline=self.pipeline,
+            samples=self._samples,
+            log=self._log,
+            checkpointer=self._checkpointer,
+            preemption=self._preemption,
+            metric_store=membership.job_store("metrics"),
+            machines=self._gather_machines(store),
+        )
 
     def _make_checkpointer(
         self, part: ModelPartition, group: dist.ProcessGroup | None, store: JobStore
