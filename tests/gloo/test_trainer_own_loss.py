@@ -153,6 +153,15 @@ def test_microbatch_without_a_label_counts_nothing(tmp_path: Path) -> None:
     assert several == pytest.approx(losses, rel=1e-9)
 
 
+def test_a_step_without_a_label_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    data = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 8
+    with Trainer(gpt2, optimizer_fn=adamw(lr=0.1), dataset=data, batch_size=4) as trainer:
+        losses = trainer.fit(max_steps=3, progress=False).losses
+    assert all(loss != loss for loss in losses)
+    warned = [r.getMessage() for r in caplog.records if "no label" in r.getMessage()]
+    assert warned == ["step 0 has no label: all are ignored, as -100 is"]
+
+
 def test_recorded_losses_are_those_of_the_forward() -> None:
     model, loss_fn = gpt2(), LossFunction(None, counts_labels=True)
     batch = padded(texts()[:4])

@@ -712,10 +712,14 @@ class Pipeline:
         self._last_header = header
         if not self.is_first and step_inputs.microbatches is None:
             check_keywords(self.module, header.keywords, step_inputs.kwargs, self.stage)
+        first: int | None = None
+        if callable(step_inputs.microbatches) and header != END_OF_DATA:
+            # Before data of the batch is waited for: activations are on their way meanwhile.
+            first = self._runner.post_receives(header)
         batch = self._splitter.batch(
             step_inputs.with_target(header), header, step=self.num_steps, pipeline=self._number
         )
-        batch.first = self._runner.post_receives(header)
+        batch.first = self._runner.post_receives(header) if first is None else first
         return batch
 
     def _isolated_streams(self) -> AbstractContextManager[None]:

@@ -364,6 +364,7 @@ class FitLoop:
         self.is_stopping = False  # in lockstep, by a callback: no worker starts another step
         self.problem = ""  # why the fit ends with an error
         self.has_checked_inputs = False  # on first stages, by the first batch
+        self.has_warned_of_labels = False
         self.peak_memory = PeakMemory(context.pipeline.device)
         self.display: FitProgress | None = None
 
@@ -928,6 +929,9 @@ class Phase:
                 if fit.display is not None or fit.loggers:
                     shown = self.group_metrics.combined(self.lost_pipelines()) or info
             self._wants_stop |= fit.report(info, shown)
+            if info.loss is None and self._context.is_leader and not fit.has_warned_of_labels:
+                fit.has_warned_of_labels = True
+                _logger.warning("step %d has no label: all are ignored, as -100 is", info.step)
             problem = problem or self._check_finite(info)
         return problem
 
