@@ -149,10 +149,8 @@ def measure_step(recorder: Recorder, folder: Path) -> list[Row]:
 
     def work(ctx: DistContext) -> None:
         recorder.select(ctx.rank)
-        with _trainer(
-            _samples(), sync="decoupled", callbacks=[switch], run_dir=folder / "run"
-        ) as trainer:
-            trainer.fit(max_steps=MEASURED_STEP + 5)
+        with _trainer(_samples(), sync="decoupled", run_dir=folder / "run") as trainer:
+            trainer.fit(max_steps=MEASURED_STEP + 5, callbacks=[switch])
 
     _run(work, NUM_STAGES * NUM_PIPELINES, folder)
     files = recorder.found()
@@ -253,7 +251,7 @@ def _train_and_restore(
             sync=sync,
             run_dir=folder / "run",
             checkpoint=CheckpointConfig(every=4),
-            lr_scheduler_fn=partial(CosineAnnealingLR, T_max=20),
+            lr_schedule=partial(CosineAnnealingLR, T_max=20),
             **options,
         ) as trainer:
             has_restored = trainer.restore() > 0

@@ -158,7 +158,7 @@ def _fact_of_masks(num_positions: int = 50, size: int = 1000) -> Fact:
     return Fact("masks of all positions and layers differ", float(not is_random), detail)
 
 
-def train(job: CutJob, *, restores: bool = False) -> Trained:
+def train(job: CutJob, *, restores: bool = False, callbacks: Sequence[Any] = ()) -> Trained:
     """Run a job on local processes; `restores`: from the newest checkpoint of its run folder."""
 
     def work(ctx: DistContext, folder: Path) -> None:
@@ -166,7 +166,7 @@ def train(job: CutJob, *, restores: bool = False) -> Trained:
         with job.trainer() as trainer:
             if restores:
                 trainer.restore()
-            steps = trainer.fit(max_steps=job.num_steps).steps
+            steps = trainer.fit(max_steps=job.num_steps, callbacks=callbacks).steps
             losses = [(info.own.loss or 0.0, info.own.num_labels) for info in steps]
             state = {k: v for k, v in trainer.model.state_dict().items() if v.is_floating_point()}
             is_last = trainer.pipeline.is_last

@@ -134,7 +134,7 @@ def _run_trainers(num_workers: int, sync: str, seconds: Seconds, folder: Path) -
             # In groups a worker may make fewer steps than the other.
             num_steps, growth = 0, Growth(total if num_workers == 1 else int(0.9 * total))
             gc.freeze()  # a collection then only looks at what is new
-            trainer.fit(max_steps=_NUM_WARMUP + total)
+            trainer.fit(max_steps=_NUM_WARMUP + total, callbacks=[count_step])
         growth.save(folder / f"{name}, worker {ctx.rank}{_SUFFIX}")
 
     with LocalJob(work, num_workers, output_folder=folder / f"{name}, output") as job:

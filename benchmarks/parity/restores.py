@@ -53,10 +53,10 @@ def measure(*, quick: bool) -> list[Fact]:
 def _fact(model: CutModel, alone: tuple[Any, Any], before: Grid, after: Grid) -> Fact:
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"run_dir": Path(folder)}
-        checkpoint = {"checkpoint": pr.CheckpointConfig(every=_EVERY), "callbacks": [_kill]}
+        checkpoint = {"checkpoint": pr.CheckpointConfig(every=_EVERY)}
         killed = _job(model, before, options | checkpoint)
         try:
-            train(killed)
+            train(killed, callbacks=[_kill])
         except WorkerError as error:
             if "SIGKILL" not in str(error):
                 raise

@@ -7,29 +7,25 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-from transformers import (
-    BatchEncoding,
-    DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import ModelOutput
 
 from polyrhythm.run.data.loader import SampleLoader, decode_microbatches, encode_microbatches
 from polyrhythm.run.data.order import DataError, SampleOrder
 from polyrhythm.run.data.reader import StreamState, make_order
 from polyrhythm.run.pipeline.batch import Microbatch, split_ranges
+
+
+def hugging_face() -> Any:
+    import transformers  # takes seconds
+
+    return transformers
 
 
 def numbers(count: int) -> TensorDataset:
@@ -206,13 +202,21 @@ class NamedBatch:
     labels: Any = None
 
 
+def by_name(items: list[tuple[Any, Any]]) -> dict[str, list[Any]]:
+    return {"x": [x for x, _ in items], "labels": [y for _, y in items]}
+
+
 @pytest.mark.parametrize(
     "collate",
     [
         lambda items: {"x": [x for x, _ in items], "label": [y for _, y in items]},
-        lambda items: BatchEncoding({"x": [x for x, _ in items], "labels": [y for _, y in items]}),
+        lambda items: hugging_face().BatchEncoding(
+            {"x": [x for x, _ in items], "labels": [y for _, y in items]}
+        ),
         lambda items: NamedBatch(x=[x for x, _ in items], labels=[y for _, y in items]),
-        lambda items: ModelOutput(x=[x for x, _ in items], labels=[y for _, y in items]),
+        lambda items: hugging_face().utils.ModelOutput(
+            x=[x for x, _ in items], labels=[y for _, y in items]
+        ),
         lambda items: ({"x": [x for x, _ in items]}, [y for _, y in items]),
     ],
 )
@@ -222,7 +226,7 @@ def test_batch_by_name_has_labels_as_its_target(collate: Any) -> None:
     assert (found.args, found.kwargs, found.target) == ((), {"x": [1, 2]}, [10, 20])
 
 
-@pytest.mark.parametrize("make", [dict, BatchEncoding])
+@pytest.mark.parametrize("make", [dict, lambda item: hugging_face().BatchEncoding(item)])
 def test_items_by_name_are_collated_by_default(make: Any) -> None:
     items = [
         make({"input_ids": [i, i], "pixels": np.ones(3) * i, "text": "a", "labels": i})
@@ -243,16 +247,20 @@ def ragged(count: int) -> list[dict[str, list[int]]]:
     return [{"input_ids": [1] * (i + 1), "labels": [1] * (i + 1)} for i in range(count)]
 
 
-def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 1})), **options)
+def tokenizer(**options: Any) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = Tokenizer(WordLevel({"a": 1}))
+    return hugging_face().PreTrainedTokenizerFast(tokenizer_object=words, **options)
 
 
 def padded_without_token(items: list[Any]) -> Any:
-    return DataCollatorWithPadding(tokenizer())(items)
+    return hugging_face().DataCollatorWithPadding(tokenizer())(items)
 
 
 def padded_without_labels(items: list[Any]) -> Any:
-    return DataCollatorWithPadding(tokenizer(pad_token="a"))(items)
+    return hugging_face().DataCollatorWithPadding(tokenizer(pad_token="a"))(items)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +316,8 @@ def test_batched_read_is_used_where_a_dataset_has_it() -> None:
 
 @pytest.mark.parametrize("form", [None, "torch", "numpy"])
 def test_dataset_of_hugging_face_is_read_by_one_call(form: str | None) -> None:
+    import datasets  # takes seconds
+
     columns = {"input_ids": [[i, i] for i in range(9)], "labels": list(range(9))}
     dataset = datasets.Dataset.from_dict(columns).with_format(form)
     order = make_order(dataset, shuffle=False)
@@ -315,7 +325,7 @@ def test_dataset_of_hugging_face_is_read_by_one_call(form: str | None) -> None:
     found = SampleLoader(dataset, order).load(((1, 3), (8, 10)))
     assert found.inputs["input_ids"].tolist() == [[1, 1], [2, 2], [8, 8], [0, 0]]
     assert found.target.tolist() == [1, 2, 8, 0]
-    collate = DataCollatorForLanguageModeling(tokenizer(pad_token="a"), mlm=False)
+    collate = hugging_face().DataCollatorForLanguageModeling(tokenizer(pad_token="a"), mlm=False)
     ragged_dataset = datasets.Dataset.from_list(ragged(4)).with_format(form)
     texts = SampleLoader(ragged_dataset.remove_columns("labels"), SampleOrder(4), collate)
     assert texts.load(((0, 4),)).inputs["input_ids"].shape == (4, 4)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -43,6 +42,8 @@ def stream(
         return item
 
     files = {"files": list(range(num_files))}
+    from datasets import IterableDataset  # takes seconds
+
     return IterableDataset.from_generator(samples, gen_kwargs=files).map(record)
 
 

@@ -1,6 +1,5 @@
 """The loss that a model computes itself, from labels: the same for any number of stages."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, pad
-from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from polyrhythm.errors import LaunchError, PlanError, ScheduleError
 from polyrhythm.run.comm.launch import DistContext
@@ -33,6 +23,8 @@ WORDS, STEPS, BATCH = 50, 4, 8
 
 
 def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(
         n_layer=2, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, bos_token_id=0,
         eos_token_id=0, loss_type="ForCausalLM", resid_pdrop=0.1, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -40,12 +32,14 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config).double()
 
 
-def bert(kind: Callable[[BertConfig], nn.Module]) -> nn.Module:
-    config = BertConfig(
+def bert(kind: str) -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
         num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2,
         vocab_size=WORDS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return kind(config).double()
+    return getattr(transformers, kind)(config).double()
 
 
 def texts() -> list[dict[str, Any]]:
@@ -106,11 +100,11 @@ CASES: dict[str, dict[str, Any]] = {
     "padded left": {"model": gpt2, "collate_fn": partial(padded, side="left")},
     "packed": {"model": gpt2, "collate_fn": packed},
     "classification": {
-        "model": partial(bert, BertForSequenceClassification),
+        "model": partial(bert, "BertForSequenceClassification"),
         "collate_fn": partial(padded, names=("label",)),
     },
     "question answering": {
-        "model": partial(bert, BertForQuestionAnswering),
+        "model": partial(bert, "BertForQuestionAnswering"),
         "collate_fn": partial(padded, names=("start_positions", "end_positions")),
     },
 }
@@ -174,6 +168,8 @@ def test_recorded_losses_are_those_of_the_forward() -> None:
 
 
 def test_router_loss_of_all_layers_is_refused() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
     config = MixtralConfig(
         num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=WORDS, num_local_experts=4, output_router_logits=True,

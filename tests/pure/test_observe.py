@@ -133,6 +133,7 @@ def test_progress_of_a_trainer_counts_global_steps_and_samples(tmp_path: Path) -
             log, start = logs[step % 2], 1000.0 + step
             values = {"loss": 1.0 + step, "samples": 8, "global_step": step}
             log.write("step", start=start, end=start + 1, step=step // 2, values=values)
+            log.flush()
     for log in logs:
         log.close()
     assert printed(screen) == "step    3/4  loss 3.500  samples/s p0 4  p1 4\n"

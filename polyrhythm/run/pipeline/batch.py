@@ -38,6 +38,7 @@ class BatchSlice(msgspec.Struct, frozen=True):
     step: int  # the global step
     ranges: Ranges  # of positions
     weight: float = 1.0  # of the samples' mean loss in the gradient
+    is_whole: bool = False  # all samples of the step, which no other pipeline has
     data_bytes: tuple[int, ...] = ()  # that the first stage sends to each later stage
 
     @property
@@ -157,7 +158,7 @@ class Batch:
     loss_kwargs: dict[str, Any]
     loss_weights: Sequence[float]  # of micro-batches in the gradient, unless labels are counted
     unit: float  # labels that weigh 1 in a backward; equal in all pipelines
-    is_own_mean: bool  # without a flush: over the labels of this batch alone
+    is_own_mean: bool  # over the labels of this batch alone: without a flush, or a whole step
     keeps_outputs: bool
     needs_device_copy: bool  # some tensors are not on the device yet
     positions: Sequence[int]  # of the first sample of each micro-batch
@@ -190,7 +191,9 @@ class Batch:
 
     def divisor(self) -> Count | None:
         """Return what divides the gradients after the last backward; None if not counted."""
-        return sum(self.counts.values()) / self.unit if self.counts else None
+        if not self.counts:
+            return None
+        return 1.0 if self.is_own_mean else sum(self.counts.values()) / self.unit
 
     def position(self, microbatch: int) -> int:
         return self.positions[microbatch - self.first]
@@ -248,9 +251,16 @@ class BatchSplitter:
                 expected="the same call on every stage",
                 fix="call step and eval in the same order in all processes",
             )
-        sizes = header.sizes
+        sizes, metadata = header.sizes, header.metadata
         total = sum(sizes) if self.options.scale_grads else None
-        microbatches, metadata = step_inputs.microbatches, header.metadata
+        # The only micro-batch of a step has its mean, so no gradient changes.
+        is_step = isinstance(metadata, BatchSlice) and metadata.is_whole and len(sizes) == 1
+        is_own_mean = self.options.scale_grads and (is_step or not self.options.flush)
+        # A weight of samples that is 1 on average over pipelines: usually no gradient changes.
+        unit = 1.0
+        if isinstance(metadata, BatchSlice) and not is_own_mean:
+            unit = sum(sizes) / metadata.weight
+        microbatches = step_inputs.microbatches
         if microbatches is None:
             microbatches = self._split(step_inputs, header)
         assert not callable(microbatches), "called when the header came"
@@ -270,9 +280,8 @@ class BatchSplitter:
             positions=[part[0][0] for part in split_ranges(ranges, sizes)],
             loss_kwargs=step_inputs.loss_kwargs,
             loss_weights=[size / total if total else 1.0 for size in sizes],
-            # A weight of samples that is 1 on average over pipelines: usually no gradient changes.
-            unit=sum(sizes) / metadata.weight if isinstance(metadata, BatchSlice) else 1.0,
-            is_own_mean=self.options.scale_grads and not self.options.flush,
+            unit=unit,
+            is_own_mean=is_own_mean,
             keeps_outputs=step_inputs.keeps_outputs and self.is_last,
             needs_device_copy=any(
                 leaf.device != self.device for leaf in leaves if isinstance(leaf, Tensor)

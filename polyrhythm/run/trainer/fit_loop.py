@@ -46,6 +46,7 @@ from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import FitConfig, TrainerConfig
 from polyrhythm.run.trainer.evaluate import EVAL_LOSS, BatchDispatcher, Evaluator
 from polyrhythm.run.trainer.metrics import (
+    STEPS_TOGETHER,
     Callback,
     GroupMetrics,
     Improvement,
@@ -324,6 +325,8 @@ class FitLoop:
         config: FitConfig,
         loggers: Sequence[Logger],
         evaluator: Evaluator | None = None,
+        *,
+        may_gather_together: bool = False,
     ) -> None:
         """`name` is unique to this fit; `loggers` are empty except on the leader."""
         self.context, self.progress, self.config, self.loggers = context, progress, config, loggers
@@ -363,6 +366,7 @@ class FitLoop:
         self.exit_status = 0  # after a preemption notice
         self.is_stopping = False  # in lockstep, by a callback: no worker starts another step
         self.problem = ""  # why the fit ends with an error
+        self.may_gather_together = may_gather_together  # no worker has a callback
         self.has_checked_inputs = False  # on first stages, by the first batch
         self.has_warned_of_labels = False
         self.peak_memory = PeakMemory(context.pipeline.device)
@@ -812,7 +816,13 @@ class Phase:
         strategy.drops_non_finite = on_nan == "skip" or (on_nan == "stop" and not self.in_lockstep)
         gather = context.metric_gather(in_lockstep=self.in_lockstep)
         is_late = gather is not None or context.pipeline.device.type == "cuda"
-        self._metrics = StepMetrics(gather, is_late=is_late, may_defer=not fit.config.callbacks)
+        may_wait = fit.may_gather_together and self.in_lockstep and on_nan != "stop"
+        self._metrics = StepMetrics(
+            gather,
+            num_together=STEPS_TOGETHER if may_wait and gather is not None else 1,
+            is_late=is_late,
+            may_defer=not fit.config.callbacks,
+        )
         self.group_metrics: GroupMetrics | None = None  # in groups, on first stages
         if not self.in_lockstep and context.pipeline.is_first:
             self.group_metrics = GroupMetrics(
@@ -902,9 +912,9 @@ class Phase:
         if not self._metrics.is_late:
             self._finish_step()
 
-    def _finish_step(self) -> None:
-        """Wait for the metrics of the last step; report those of all steps until then if due."""
-        problem = self._report_all() if self._metrics.finish() else ""
+    def _finish_step(self, *, is_last: bool = False) -> None:
+        """Wait for metrics that are being gathered; report those of all steps until then if due."""
+        problem = self._report_all() if self._metrics.finish(is_last=is_last) else ""
         # One worker alone needs no agreement; nor do all that see the same problem.
         if (
             problem
@@ -914,8 +924,8 @@ class Phase:
             self._fit.request_stop(problem, self.group_metrics)
 
     def finish_metrics(self) -> None:
-        """Wait for the metrics of the last step, and report all that are not reported yet."""
-        self._finish_step()
+        """Wait for the metrics of all steps, and report all that are not reported yet."""
+        self._finish_step(is_last=True)
         self._report_all()
 
     def _report_all(self) -> str:

@@ -31,6 +31,7 @@ from polyrhythm.types import Bytes, Seconds
 _WHAT = "the metrics of a step"
 _MEMORY_INTERVAL: Seconds = 0.5  # reading the peak of a GPU takes 0.1 ms
 _PUBLISH_INTERVAL: Seconds = 0.5
+STEPS_TOGETHER = 4  # gathered at once if no callback reads them
 _REPORT_INTERVAL: Seconds = 0.25  # without callbacks
 _CLOSE_TIMEOUT: Seconds = 5.0
 
@@ -275,21 +276,24 @@ class MetricGather:
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
         self._group, self._timeout = new_gloo_group(ranks, _WHAT, timeout=timeout), timeout
         # One gather at a time. For so few numbers `struct` takes less time than numpy or torch.
-        self._empty = bytes(len(ranks) * _row.size)
-        self._rows = bytearray(self._empty)
-        self._tensor = torch.frombuffer(self._rows, dtype=torch.float64)
-        self._offset = self._group.rank() * _row.size
+        self._num_ranks, self._rank = len(ranks), self._group.rank()
+        self._empty = bytes(STEPS_TOGETHER * len(ranks) * _row.size)
+        self._rows = bytearray(self._empty)  # a row of each worker, step by step
+        self._tensor = torch.frombuffer(self._rows, dtype=torch.float64).view(STEPS_TOGETHER, -1)
         # Waits for the GPU and for the others; at exit it ends a gather that waits. The training
         # thread would wait for the interpreter lock, which other threads want after a step, too.
         self._thread = CommThread([self._group], timeout=timeout)
 
-    def start(self, step: MeasuredStep) -> Callable[[], list[Measured]]:
-        """Return a function that waits for the numbers of all workers; it raises PeerError."""
-        started = self._thread.start(lambda: self._gather(step))
+    def start(self, steps: "Sequence[MeasuredStep]") -> Callable[[], list[list[Measured]]]:
+        """Gather some steps, as many in all workers, at most `STEPS_TOGETHER`.
 
-        def wait() -> list[Measured]:
+        Return a function that waits for the numbers of all workers, by step; it raises PeerError.
+        """
+        started = self._thread.start(lambda: self._gather(steps))
+
+        def wait() -> list[list[Measured]]:
             try:
-                found: list[Measured] = started.future.result(self._timeout)
+                found: list[list[Measured]] = started.future.result(self._timeout)
             except TimeoutError:
                 cause = "it is alive, but has not ended its step"
                 raise PeerError(
@@ -302,47 +306,78 @@ class MetricGather:
     def close(self) -> None:
         self._thread.close()
 
-    def _gather(self, step: MeasuredStep) -> list[Measured]:
+    def _gather(self, steps: "Sequence[MeasuredStep]") -> list[list[Measured]]:
         # A sum of rows, of which each worker has one: gloo starts it faster than an all-gather.
         self._rows[:] = self._empty
-        _row.pack_into(self._rows, self._offset, *_numbers(step.read()))
+        for number, step in enumerate(steps):
+            offset = (number * self._num_ranks + self._rank) * _row.size
+            _row.pack_into(self._rows, offset, *_numbers(step.read()))
         with peer_errors("another worker", f"gathering {_WHAT}"):
-            self._group.allreduce([self._tensor]).wait()
-        return [Measured(*row) for row in _row.iter_unpack(self._rows)]
+            self._group.allreduce([self._tensor[: len(steps)]]).wait()
+        rows = [Measured(*row) for row in _row.iter_unpack(self._rows)]
+        size = self._num_ranks
+        return [rows[size * i : size * (i + 1)] for i in range(len(steps))]
 
 
 class StepMetrics:
     """The metrics of one worker's steps in one phase: `start` after a step, `finish` one later.
 
-    Nobody reads them at once without callbacks: then those of a quarter of a second are made
-    together, which takes much less time than each for itself, while caches are full of tensors.
+    Nobody reads them at once without callbacks: then some steps are gathered together, and those of
+    a quarter of a second reported together, which takes much less time than each for itself, while
+    caches are full of tensors.
     """
 
-    def __init__(self, gather: MetricGather | None, *, is_late: bool, may_defer: bool) -> None:
-        """`gather`: of the workers in lockstep, None for one. `is_late`: `finish` would wait."""
+    def __init__(
+        self, gather: MetricGather | None, *, num_together: int, is_late: bool, may_defer: bool
+    ) -> None:
+        """`gather`: of the workers in lockstep, None for one. `is_late`: `finish` would wait.
+
+        `num_together` steps are gathered at once, in all workers alike; reports of a worker whose
+        `may_defer` wait.
+        """
         self._gather, self.is_late, self.is_gathered = gather, is_late, gather is not None
+        self._num_together = num_together
         self._may_defer, self._next_report, self._was_finite = may_defer, 0.0, True
-        self._step: MeasuredStep | None = None
-        self._wait: Callable[[], list[Measured]] | None = None
+        self._steps: list[MeasuredStep] = []  # not gathered yet
+        self._started: list[MeasuredStep] = []
+        self._wait: Callable[[], list[list[Measured]]] | None = None
         self._found: list[tuple[MeasuredStep, list[Measured]]] = []  # not reported
         self.is_stop_wanted = False  # by a callback of any worker in lockstep
 
     def start(self, step: MeasuredStep) -> None:
-        self._step = step
-        if self._gather is not None:
-            self._wait = self._gather.start(step)
+        self._steps.append(step)
+        if len(self._steps) == self._num_together:
+            self._start_gather()
 
-    def finish(self) -> bool:
-        """Wait for the numbers of the step that was started last; return whether to report now."""
-        step, self._step = self._step, None
-        if step is None:
+    def finish(self, *, is_last: bool = False) -> bool:
+        """Wait for the numbers whose gather has started; return whether to report now.
+
+        `is_last`: for those of all steps, in all workers alike.
+        """
+        is_due = self._finish()
+        if is_last and self._steps:
+            self._start_gather()
+            is_due |= self._finish()
+        return is_due
+
+    def _start_gather(self) -> None:
+        self._started, self._steps = self._steps, []
+        if self._gather is not None:
+            self._wait = self._gather.start(self._started)
+
+    def _finish(self) -> bool:
+        steps, self._started = self._started, []
+        if not steps:
             return False
-        found = [step.read()] if self._wait is None else self._wait()
-        self._found.append((step, found))
-        is_finite = math.isfinite(sum([each.loss + each.grad_squares for each in found]))
-        was_finite, self._was_finite = self._was_finite, is_finite
-        self.is_stop_wanted |= any(each.wants_stop for each in found)
-        return not (self._may_defer and is_finite and was_finite and step.end < self._next_report)
+        is_finite, was_finite = True, self._was_finite
+        gathered = [[step.read()] for step in steps] if self._wait is None else self._wait()
+        for step, found in zip(steps, gathered, strict=True):
+            self._found.append((step, found))
+            is_finite &= math.isfinite(sum([each.loss + each.grad_squares for each in found]))
+            self.is_stop_wanted |= any(each.wants_stop for each in found)
+        self._was_finite = is_finite
+        is_early = steps[-1].end < self._next_report
+        return not (self._may_defer and is_finite and was_finite and is_early)
 
     def pop(self) -> list[tuple[MeasuredStep, StepInfo]]:
         """Return what is not reported yet."""

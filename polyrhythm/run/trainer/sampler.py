@@ -231,7 +231,7 @@ class FixedShareSampler(LockstepSampler):
         if found is None or not self._averages_gradients:
             return found
         weight = found.num_samples * self._num_pipelines / self._steps.global_batch.size
-        return structs.replace(found, weight=weight)
+        return structs.replace(found, weight=weight, is_whole=self._num_pipelines == 1)
 
 
 class BalancedShareSampler(LockstepSampler):

@@ -274,7 +274,10 @@ class Trainer:
         config = FitConfig(**{field.name: arguments[field.name] for field in fields(FitConfig)})
         fix = "call fit with the same arguments in all processes"
         store.check_consistent(f"fit {self._num_fits}", config.must_match, members, fix=fix)
-        store.delete(f"fit {self._num_fits - 1}", members)  # all have read it, or would not be here
+        own = bool(config.callbacks)  # which a script may pass in some processes only
+        have_callbacks = store.all_gather_object(f"callbacks {self._num_fits}", own, members)
+        for what in ("fit", "callbacks"):  # all have read it, or would not be here
+            store.delete(f"{what} {self._num_fits - 1}", members)
         name = f"{self._membership.name}/fit {self._num_fits}"
         if (keep_best := self._config.checkpoint.keep_best) is not None:
             config.check_evaluates(keep_best, f"CheckpointConfig(keep_best={keep_best!r})")
@@ -282,7 +285,15 @@ class Trainer:
         if eval_dataset is not None:
             evaluator = self._evaluator("fit()", eval_dataset, metrics)
             evaluator.is_stop_requested = lambda: self._preemption.is_stop_requested
-        fit_loop = FitLoop(name, self._context, self._progress, config, loggers, evaluator)
+        fit_loop = FitLoop(
+            name,
+            self._context,
+            self._progress,
+            config,
+            loggers,
+            evaluator,
+            may_gather_together=not any(have_callbacks),
+        )
         num_used = self._progress.sampler_state.num_used
         if fit_loop.num_steps > self.global_step:
             self._begin_run("fit()", overwrite=overwrite)
