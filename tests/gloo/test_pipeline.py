@@ -18,7 +18,6 @@ from polyrhythm.cost.memory import peak_in_flight
 from polyrhythm.errors import WorkerError
 from polyrhythm.events import read_run, worker_log
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.pipeline.executor import MAX_TIMINGS
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
@@ -149,17 +148,16 @@ def test_eval_changes_neither_gradients_nor_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_unread_timings_are_bounded(tmp_path: Path) -> None:
-    """A pipeline with a named schedule never reads its timings."""
+def test_evaluations_leave_no_timings(tmp_path: Path) -> None:
+    """A process that only evaluates never reads them."""
 
     def single_process() -> int:
-        inputs, target = random_batch(500, 8)
+        inputs, _ = random_batch(500, 8)
         pipeline = pipeline_of(stack_of(1), n_microbatches=500)
-        for _ in range(5):
-            pipeline.step(inputs, target=target)
+        pipeline.eval(inputs)
         return len(pipeline._executor.stage.durations())
 
-    assert run_single_process(single_process, tmp_path) == MAX_TIMINGS < 5000
+    assert run_single_process(single_process, tmp_path) == 0
 
 
 SCHEDULES = ("1f1b", "gpipe", "kfkb:2", "kfkb:3", "bounded:4,3,1", "bounded:1,1,1")
