@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
@@ -22,7 +23,7 @@ from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.checkpoint_models import TiedLanguageModel
 from tests.gloo.commands import run_export, run_without_polyrhythm
 from tests.gloo.language_models import LANGUAGES, next_token_loss
-from tests.gloo.trainer_jobs import run_job
+from tests.gloo.trainer_jobs import run_job, samples
 
 STEPS = 4
 
@@ -119,3 +120,20 @@ torch.save(dict(AutoModelForCausalLM.from_pretrained("out").state_dict()), "foun
     assert set(found) == set(weights)
     for key, expected in weights.items():
         torch.testing.assert_close(found[key], expected, atol=1e-5, rtol=0)
+
+
+def test_gradients_are_clipped_although_a_stage_is_frozen(tmp_path: Path) -> None:
+    def half_frozen() -> nn.Sequential:
+        built = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
+        built[0].requires_grad_(False)
+        return built
+
+    def work(ctx: DistContext | None) -> list[float]:
+        plan = Plan(layers_per_stage=(1, 1), pipelines=(PipelinePlan(schedule="1f1b"),))
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        options: Any = {"batch_size": 24, "clip_grad_norm": 0.01, "timeout": 30.0}
+        with Trainer(half_frozen, mse_loss, sgd, samples(), plan=plan, **options) as made:
+            return list(made.fit(max_steps=2).losses)
+
+    first, last = run_job(2, work, tmp_path)
+    assert first == last and first[1] < first[0]

@@ -585,7 +585,7 @@ class Pipeline:
             total = norms.max() if norm_type == math.inf else (norms**norm_type).sum()
         norm = self._reduce_norm(total, norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-        if scale != 1.0:  # or nan
+        if gradients and scale != 1.0:  # or nan; a frozen stage has none
             torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
         return norm.float()
 
