@@ -381,3 +381,20 @@ def test_an_error_of_one_metric_reaches_all_workers(tmp_path: Path) -> None:
     first, last = run_job(2, work, tmp_path)
     assert first.startswith("lost s1p0")
     assert last == "an odd output"
+
+
+@pytest.mark.parametrize("rank", [2, 3])  # the stages of the second pipeline
+def test_in_groups_stop_just_before_an_evaluation_ends_training_on_all_workers(
+    tmp_path: Path, rank: int
+) -> None:
+    def work(ctx: DistContext) -> list[int]:
+        callbacks = [lambda info: pr.STOP] if ctx.rank == rank else []
+        with trainer(plan_of(2, 2), sync="age", timeout=10.0) as made:
+            fitted = made.fit(
+                max_steps=60, eval_dataset=held_out(), eval_every=6, callbacks=callbacks
+            )
+            return [step for step, _ in fitted.evals]
+
+    first, *others = run_job(4, work, tmp_path)
+    assert all(evals == first for evals in others)
+    assert first[-1] <= 12

@@ -327,3 +327,20 @@ def test_the_squared_norm_covers_tensors_of_all_kinds() -> None:
     expected = sum(float(tensor.double().square().sum()) for tensor in tensors) + 4**2
     tensors.append(torch.sparse_coo_tensor([[1, 1]], [1.0, 3.0], (5,), check_invariants=True))
     assert squared_norm(tensors) == pytest.approx(expected, rel=1e-5)
+
+
+def test_in_groups_a_loss_that_is_not_finite_in_the_last_steps_stops_all(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> str:
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            return mse_loss(output, target) * (math.nan if ctx.rank == 1 else 1.0)
+
+        with trainer(plan_of(1, 2), sync="age", loss_fn=loss_fn) as made:
+            try:
+                made.fit(max_steps=6, on_nan="stop")
+            except TrainingError as error:
+                return str(error)
+        return ""
+
+    first, second = run_job(2, work, tmp_path)
+    assert "the loss of pipeline 1 is nan" in first
+    assert first == second

@@ -364,6 +364,7 @@ class FitLoop:
         self.steps: deque[StepInfo] = deque(maxlen=NUM_STEPS_KEPT)
         self.losses = array("d")  # of all steps: 8 bytes each
         self.exit_status = 0  # after a preemption notice
+        self.wants_stop = False  # a callback of this worker
         self.is_stopping = False  # in lockstep, by a callback: no worker starts another step
         self.problem = ""  # why the fit ends with an error
         self.may_gather_together = may_gather_together  # no worker has a callback
@@ -592,10 +593,11 @@ class FitLoop:
     def _in_groups(self, phase: "Phase") -> SyncDecision:
         """Train until the samples run out; rank 0 may end them early."""
         phase.run()
-        phase.strategy.average_all()
         group_metrics = phase.group_metrics
-        if group_metrics is not None:
+        if group_metrics is not None:  # before all meet in the average: then the leader reads it
             group_metrics.stop()
+            group_metrics.announce_stop()
+        phase.strategy.average_all()
         decision = self._decide(lambda: self._after_groups(phase))
         if group_metrics is not None:
             group_metrics.delete()
@@ -627,7 +629,8 @@ class FitLoop:
     def _after_groups(self, phase: "Phase") -> SyncDecision:
         sampler_state = replace(phase.sampler.sampler_state(), limit=None)
         lost = tuple(sorted(phase.lost_pipelines()))
-        why = "" if phase.group_metrics is None else phase.group_metrics.why_stop
+        assert phase.group_metrics is not None, "the leader is a first stage"
+        why = phase.group_metrics.read_stop()
         if why and why != _BY_CALLBACK:
             self.problem = why
         is_left = sampler_state.num_used < self.end_of_samples
@@ -828,7 +831,6 @@ class Phase:
             self.group_metrics = GroupMetrics(
                 f"metrics of {fit.phase_name}", context.metric_store, context.first_stages
             )
-        self._wants_stop = False  # a callback of this worker
         self._num_tokens: int | None = None  # of this pipeline's last step, on the first stage
         self.is_over = False
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
@@ -907,7 +909,7 @@ class Phase:
         """Finish the metrics of the step before, and start to gather those of this one."""
         if self._metrics.is_late:
             self._finish_step()
-        step.measured.wants_stop = float(self._wants_stop)
+        step.measured.wants_stop = float(self._fit.wants_stop)
         self._metrics.start(step)
         if not self._metrics.is_late:
             self._finish_step()
@@ -919,8 +921,9 @@ class Phase:
         if (
             problem
             or self._metrics.is_stop_wanted
-            or (self._wants_stop and not self._metrics.is_gathered)
-        ):
+            or (self._fit.wants_stop and not self._metrics.is_gathered)
+        ) and (self.in_lockstep or self.group_metrics is not None):
+            # In groups the first stage has the same metrics, and later ones follow its decision.
             self._fit.request_stop(problem, self.group_metrics)
 
     def finish_metrics(self) -> None:
@@ -938,7 +941,7 @@ class Phase:
                 self.group_metrics.update(info)
                 if fit.display is not None or fit.loggers:
                     shown = self.group_metrics.combined(self.lost_pipelines()) or info
-            self._wants_stop |= fit.report(info, shown)
+            fit.wants_stop |= fit.report(info, shown)
             if info.loss is None and self._context.is_leader and not fit.has_warned_of_labels:
                 fit.has_warned_of_labels = True
                 _logger.warning("step %d has no label: all are ignored, as -100 is", info.step)

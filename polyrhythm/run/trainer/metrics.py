@@ -458,6 +458,7 @@ class GroupMetrics:
     def __init__(self, name: str, store: JobStore, first_stages: Members) -> None:
         """`store`: of this object alone; its thread uses it."""
         self._name, self._store, self._first_stages = name, store, first_stages
+        self._stop_name = f"{name}, stop"
         self._is_leader = store.rank == first_stages.leader
         self._latest: StepInfo | None = None
         self._others: dict[int, StepInfo] = {}  # by rank, on the leader
@@ -484,13 +485,25 @@ class GroupMetrics:
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT)
 
+    def announce_stop(self) -> None:
+        """Publish that this pipeline wants to stop, if it does; in the thread, or after `stop`."""
+        if self.why_stop:
+            self._store.set_once(self._stop_name, self.why_stop, self._first_stages)
+
+    def read_stop(self) -> str:
+        """On the leader: return why any pipeline wants to stop; in the thread, or after `stop`."""
+        self.request_stop(self._store.peek(self._stop_name, self._first_stages) or "")
+        return self.why_stop
+
     def delete(self) -> None:
         """Delete what this worker has published, which nobody reads any more."""
         with peer_errors("the job's store", f"deleting {_WHAT}"):
             self._store.delete(self._name, self._first_stages)
+            if self._is_leader:
+                self._store.delete_once(self._stop_name, self._first_stages)
 
     def _exchange(self) -> None:
-        published, has_announced, stop_name = None, False, f"{self._name}, stop"
+        published, has_announced = None, False
         try:
             while not self._closing.wait(_PUBLISH_INTERVAL):
                 info = self._latest
@@ -498,11 +511,11 @@ class GroupMetrics:
                     self._publish(info)
                     published = info
                 if self.why_stop and not has_announced:
-                    self._store.set_once(stop_name, self.why_stop, self._first_stages)
+                    self.announce_stop()
                     has_announced = True
                 if self._is_leader:
                     self._read_others()
-                    self.request_stop(self._store.peek(stop_name, self._first_stages) or "")
+                    self.read_stop()
         except (RuntimeError, UserError):  # the store is lost: training fails by itself
             pass
 
