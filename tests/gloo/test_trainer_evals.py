@@ -398,3 +398,13 @@ def test_in_groups_stop_just_before_an_evaluation_ends_training_on_all_workers(
     first, *others = run_job(4, work, tmp_path)
     assert all(evals == first for evals in others)
     assert first[-1] <= 12
+
+
+def test_the_first_evaluation_of_another_metric_is_the_best_of_that_metric(tmp_path: Path) -> None:
+    for step, metric, mode in ((3, "large", "min"), (6, "small", "max")):
+        checkpoint = pr.CheckpointConfig(keep_best=metric, best_mode=mode)
+        with trainer(plan_of(1, 1), run_dir=tmp_path, checkpoint=checkpoint) as made:
+            made.restore()
+            metrics: Any = {"large": lambda x, y: 9.0, "small": lambda x, y: 1.0}
+            made.fit(max_steps=step, eval_dataset=held_out(), metrics=metrics)
+    assert 6 in list_steps(tmp_path / "checkpoints")

@@ -62,15 +62,19 @@ def latest(folder: Path | str) -> Path | None:
     return None
 
 
-def best(found: Iterable[tuple[Path, Manifest]]) -> tuple[Path, float] | None:
+def best(
+    found: Iterable[tuple[Path, Manifest]], metric: str | None = None
+) -> tuple[Path, float] | None:
     """Return the checkpoint of the best evaluation, and its value; None if none was evaluated.
 
-    Of equal values the earliest counts. If the metric has changed, that of the newest counts.
+    Of equal values the earliest counts. Without `metric`, that of the newest evaluation counts.
     """
     evaluated = list[tuple[int, Evaluation, Path]]()
     for path, manifest in found:
         evaluation = Evaluation.of(manifest)
-        if evaluation is not None and manifest.is_finite is not False:
+        if evaluation is None or manifest.is_finite is False:
+            continue
+        if metric in (None, evaluation.metric):
             evaluated.append((manifest.serial, evaluation, path))
     if not evaluated:
         return None

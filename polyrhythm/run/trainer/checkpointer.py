@@ -127,10 +127,10 @@ class TrainerCheckpointer:
                 self._saved.append(outcome)
 
     def is_best(self, improvement: Improvement, value: float) -> bool:
-        """On the leader: whether a value is better than those of all checkpoints on disk."""
+        """On the leader: whether a value is the best of its metric among checkpoints on disk."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        found = best(candidates(self.folder, should_warn=False))
+        found = best(candidates(self.folder, should_warn=False), improvement.metric)
         return improvement.is_better(value, None if found is None else found[1])
 
     def restore(
