@@ -334,3 +334,19 @@ def test_error_between_steps_ends_the_other_process_at_once(
     if num_stages > 1:
         with trainer(plan_of(1, 1), run_dir=tmp_path / "run") as made:
             assert made.restore() == STEP + 2
+
+
+def test_interrupt_in_the_last_evaluation_saves_and_exits(tmp_path: Path) -> None:
+    def slow(output: Tensor, target: Tensor) -> float:
+        if not seen:
+            interrupt()
+        seen.append(1)
+        time.sleep(0.05)
+        return 0.0
+
+    seen: list[int] = []
+    with trainer(plan_of(1, 1), run_dir=tmp_path) as made, pytest.raises(SystemExit) as left:
+        made.fit(max_steps=2, eval_dataset=samples(), metrics={"slow": slow})
+    assert left.value.code == INTERRUPTED
+    with trainer(plan_of(1, 1), run_dir=tmp_path) as made:
+        assert made.restore() == 2

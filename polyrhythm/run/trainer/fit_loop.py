@@ -449,7 +449,10 @@ class FitLoop:
         self.stage_loader.wait()
         dispatcher = context.batch_dispatcher(num_samples)
         values = self._evaluator.run(dispatcher)
-        if values is None:  # a notice will end training
+        if values is None:  # a notice, which ends training before its next step, if there is one
+            name = f"the notice during evaluation {dispatcher.number}"
+            own = context.preemption.status
+            self.exit_status = max(context.store.all_gather_object(name, own, context.members))
             return False
         name = f"the decision after evaluation {dispatcher.number}"
         try:
