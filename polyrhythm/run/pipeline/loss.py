@@ -241,19 +241,20 @@ class LossFunction:
         """
         self._recorded = found = list[_Reduction]()
         thread = threading.get_ident()
-        before = _recorders.get(thread)
-        _recorders[thread] = found
-        for name, replacement in _RECORDING.items():
-            setattr(functional, name, replacement)
+        with _recorders_lock:
+            before = _recorders.get(thread)
+            _recorders[thread] = found
+            for name, replacement in _RECORDING.items():
+                setattr(functional, name, replacement)
         try:
             yield
         finally:
-            for name, replacement in _RECORDING.items():
-                setattr(functional, name, replacement.__wrapped__)
-            if before is None:
-                del _recorders[thread]
-            else:
-                _recorders[thread] = before
+            with _recorders_lock:
+                _recorders.pop(thread)
+                if before is not None:
+                    _recorders[thread] = before
+                for name, replacement in _RECORDING.items() if not _recorders else ():
+                    setattr(functional, name, replacement.__wrapped__)
 
     def _count(
         self, calls: "list[_Reduction]", value: Tensor, target: Any, num_samples: int
@@ -514,6 +515,7 @@ class _Reductions(TorchFunctionMode):
 
 
 _recorders: dict[int, list[_Reduction]] = {}  # of LossFunction.recorded, by thread
+_recorders_lock = threading.Lock()
 
 
 def _recording(function: Callable[..., Any], reader: Callable[..., _Reduction | None]) -> Any:

@@ -381,8 +381,8 @@ class FitLoop:
                 self.num_steps,
                 epochs_at=None if self.context.samples.num_samples is None else self._epochs_at,
             )
-        self._saved.begin()
         try:
+            self._saved.begin()
             while name is not None:
                 name = self._train(SyncMode.named(name))
             self._saved.finish()
@@ -1046,10 +1046,12 @@ class Phase:
 
     def abort(self) -> None:
         """End after an error, which may have come in the middle of a step."""
-        self._report_all()
-        if self.group_metrics is not None:
-            self.group_metrics.stop()
-        self.stop_after_last_step()
+        try:
+            self._report_all()  # to callbacks, which may raise anything
+        finally:
+            if self.group_metrics is not None:
+                self.group_metrics.stop()
+            self.stop_after_last_step()
 
     def stop_after_last_step(self) -> None:
         """After an error, set the progress to that after the last complete step, if possible."""

@@ -6,6 +6,7 @@
 Every stage makes its own optimizer of its own parameters, so an optimizer is given as a function.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from polyrhythm.errors import LaunchError
 
+_logger = logging.getLogger(__name__)
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -64,6 +66,8 @@ class LRSchedule:
         """Return the scheduler of an optimizer."""
         warmup, final, shape = self.warmup, self.final, self.shape
         num_steps = self.num_steps or max_steps
+        if 0 < max_steps <= warmup:
+            _logger.warning("warmup=%d of the learning rate takes all %d steps", warmup, max_steps)
 
         def factor(step: int) -> float:
             if step < warmup:

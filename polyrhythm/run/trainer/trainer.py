@@ -156,24 +156,22 @@ class Trainer:
         """`model` is the whole model, or a function that builds it; the same in every process.
 
         `loss_fn(output, target)` returns the mean loss of a micro-batch, which is weighted by its
-        labels, or (sum, count). `dataset[i]` is a pair (inputs, target); the inputs are one tensor,
-        several, or several by name. `optimizer_fn` makes an optimizer from parameters,
-        `lr_scheduler_fn` its learning rate scheduler, which counts steps. A step is `batch_size`
-        samples, summed over all pipelines.
+        labels, or (sum, count); without it the model computes its loss from labels, as those of
+        Hugging Face do. `collate_fn` makes a micro-batch of items: (inputs, target), or a dict with
+        labels. `optimizer_fn` makes an optimizer from (name, parameter) pairs, such as
+        `adamw(lr=3e-4)`; `lr_schedule` is `cosine(warmup=100)`, for example, or makes a learning
+        rate scheduler of torch from the optimizer. A step is `batch_size` samples, summed over all
+        pipelines.
 
         `plan` assigns stages to devices: a Plan, its file, or auto. Instead of a plan, `stages` and
         `pipelines` are numbers, of which one may follow from the number of processes. `split` names
-        the parts of a model that is not a Sequential; `schedule` and `memory_limit` are as in
-        `Pipeline`. `sync`
-        is the sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in
-        a SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
+        the parts of a model whose split is not found; `schedule` is as in `Pipeline`. `sync` is the
+        sync mode of the replicas: `decoupled`, or a policy of `GroupSync`, with options in a
+        SyncConfig. Auto starts with `decoupled`, measures, and switches to `balanced` or
         overlapping groups if that is predicted to save a quarter of each step.
 
-        `run_dir` is a folder for logs and checkpoints, shared by all processes. `callbacks` get the
-        StepInfo of every step, on all workers, and may return `STOP`. If a loss or gradients are
-        not finite, `on_nan` warns, skips the update of that step, or stops with an error. The first
-        process shows `progress`, and passes metrics to `loggers`. `timeout` bounds every wait for
-        another process; rank 0 may take 30 times as long to make a plan.
+        `run_dir` is a folder for logs and checkpoints, shared by all processes. `timeout` bounds
+        every wait for another process; rank 0 may take 30 times as long to make a plan.
         """
         arguments = locals()  # nothing else yet
         if not isinstance(sync, SyncConfig):
