@@ -200,7 +200,7 @@ def test_models_of_transformers_split_without_names(tmp_path: Path) -> None:
         t5 = transformers.T5Config(
             d_model=16, d_kv=8, d_ff=24, num_layers=4, num_heads=2, vocab_size=50
         )
-        with pytest.raises(PlanError, match=r"encoder.* would have to run on every stage"):
+        with pytest.raises(PlanError, match="is an encoder-decoder"):
             LayerSplit().found(transformers.T5ForConditionalGeneration(t5))
         resnet = transformers.ResNetConfig(
             embedding_size=8, hidden_sizes=[8, 8, 16], depths=[1, 2, 1], layer_type="basic"

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,7 @@ def test_optimizer_of_other_parameters_is_rejected() -> None:
         make(lambda _: torch.optim.SGD(model().parameters(), lr=0.1))
     with pytest.raises(LaunchError, match=r"optimizer_fn .*NoneType"):
         make(lambda _: None)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the process can still be ended
 
 
 def test_fit_keeps_the_last_steps_and_all_losses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,13 @@ def find_split(model: nn.Module, example: Example | None = None) -> SplitNames:
 
 
 def _find(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SplitNames:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise PlanError(
+            f"{type(model).__name__} is an encoder-decoder, whose decoder layers all take the "
+            "output of the encoder",
+            expected="a model whose layers pass on one hidden state",
+            fix="use one stage and several pipelines, as with --local 2",
+        )
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise PlanError(
             f"the split of {type(model).__name__} is not known: its parameters are sharded",

@@ -791,6 +791,12 @@ def build_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Mod
     """Return the whole model; a function is called with the same seed in every process."""
     if isinstance(model, nn.Module):
         return model
+    if not callable(model):
+        raise PlanError(
+            f"model={model!r}",
+            expected="an nn.Module, or a function that returns it",
+            fix="pass AutoModelForCausalLM.from_pretrained(name), for example",
+        )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = model()

@@ -125,6 +125,11 @@ class Trainer:
         memory_limit="device=DeviceConfig(memory_limit=...)",
         callbacks="fit(callbacks=...)",
         progress="fit(progress=...)",
+        train_dataset="dataset=",
+        data_collator="collate_fn=",
+        eval_dataset="fit(eval_dataset=...)",
+        compute_metrics="fit(metrics=...)",
+        args="arguments of Trainer and fit, see docs/migrate.md",
         shuffle="data=DataConfig(shuffle=...)",
         seed="data=DataConfig(seed=...)",
         compute="the scenario of `polyrhythm lab run --scenario`",
@@ -215,7 +220,11 @@ class Trainer:
         if self._checkpointer is not None:
             self._checkpointer.run_info |= hugging_face_configs(whole)
         self._context = self._make_context(store)
-        self._progress = TrainProgress(optimizer=self._context.new_optimizer())
+        try:
+            self._progress = TrainProgress(optimizer=self._context.new_optimizer())
+        except BaseException:  # otherwise SIGTERM would stay caught
+            self._preemption.close()
+            raise
         self._is_open = True
         atexit.register(self._at_exit)
 
@@ -298,6 +307,10 @@ class Trainer:
             self._record_run(fit_loop.num_steps - self.global_step)
             self._run(fit_loop)
             self._context = fit_loop.context  # without the pipelines that were lost
+        elif fit_loop.num_steps and self.worker == LEADER:
+            _logger.warning(
+                "nothing to train: %d steps are done, of %d", self.global_step, fit_loop.num_steps
+            )
         if fit_loop.exit_status:
             self._exit_preempted(fit_loop.exit_status)
         seconds = time.perf_counter() - start
