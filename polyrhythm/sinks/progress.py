@@ -75,7 +75,7 @@ class FitProgress:
     def close(self) -> None:
         """Show the last step and end the line."""
         if self._undrawn is not None:
-            self._draw(self._undrawn)
+            self._draw(self._undrawn, is_last=True)
         for handler, stream in self._redirected:
             handler.setStream(stream)
         if self._live is not None:
@@ -91,17 +91,18 @@ class FitProgress:
                 self._redirected.append((handler, handler.stream))
                 handler.setStream(replaced[id(handler.stream)])
 
-    def _draw(self, info: StepInfo) -> None:
+    def _draw(self, info: StepInfo, *, is_last: bool = False) -> None:
         now, self._undrawn = time.monotonic(), None
         self._next_draw = now + self._interval
         self._drawn.append((now, info.step + 1))
-        text = Text(self._line(info), no_wrap=True, overflow="ellipsis")
+        text = Text(self._line(info, is_last=is_last), no_wrap=True, overflow="ellipsis")
         if self._live is not None:
             self._live.update(text, refresh=True)
         else:
             self._console.print(text)
 
-    def _line(self, info: StepInfo) -> str:
+    def _line(self, info: StepInfo, *, is_last: bool) -> str:
+        """Return what most look for first: a narrow terminal cuts off the rest."""
         (since, before), (now, step) = self._drawn[0], self._drawn[-1]
         parts = [f"step {step}/{self._num_steps}"]
         if self._epochs_at is not None:
@@ -109,12 +110,16 @@ class FitProgress:
         parts += [
             "loss -" if info.loss is None else f"loss {info.loss:.4g}",
             *([] if self.eval_loss is None else [f"eval loss {self.eval_loss:.4g}"]),
-            f"lr {info.learning_rate:.3g}",
-            f"grad norm {info.grad_norm:.3g}",
             f"{_rate(info.samples_per_second)} samples/s",
         ]
         if info.tokens_per_second is not None:
             parts.append(f"{_rate(info.tokens_per_second)} tokens/s")
+        if step < self._num_steps and step > before and not is_last:
+            left = (self._num_steps - step) * (now - since) / (step - before)
+            parts.append(f"ETA {_clock(left)}")
+        else:
+            parts.append(_clock(now - self._start))
+        parts += [f"lr {info.learning_rate:.3g}", f"grad norm {info.grad_norm:.3g}"]
         if len(info.pipelines) > _MAX_SPEEDS:
             slow, *_, fast = sorted(info.pipelines, key=lambda each: each.speed)
             some = [slow, fast]
@@ -123,12 +128,6 @@ class FitProgress:
         if some:
             parts.append(" ".join(f"p{each.pipeline} {_rate(each.speed)}/s" for each in some))
         parts.append(f"{info.peak_memory / 2**30:.1f} GiB")
-        if step < self._num_steps and step > before:
-            parts.append(
-                f"ETA {_clock((self._num_steps - step) * (now - since) / (step - before))}"
-            )
-        else:
-            parts.append(_clock(now - self._start))
         return "  ".join(parts)
 
 

@@ -276,7 +276,7 @@ import os, time, sys
 from polyrhythm.run.data.worker_pool import WorkerOptions, WorkerPool
 
 def read(ranges):
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # a whole line at once
     time.sleep(600 if ranges[0][0] else 0)
 
 pool = WorkerPool(read, None, WorkerOptions(num_workers=3))

@@ -48,7 +48,9 @@ def test_hugging_face_example_has_equal_losses_on_1_2_and_4_processes(tmp_path: 
         run_train(script, "--local", "2", folder=tmp_path),
         run_train(script, "--stages", "2", "--pipelines", "2", folder=tmp_path),
     ]
-    lines = [re.findall(r"step 2/2 .* grad norm \S+", output) for output in outputs]
+    lines = [
+        re.findall(r"step 2/2 .*?(loss \S+).*(lr \S+  grad norm \S+)", output) for output in outputs
+    ]
     assert lines[0] == lines[1] == lines[2] != []
 
 

@@ -125,7 +125,7 @@ class MicrobatchReader:
                 raise DataError(
                     why,
                     expected="a collate_fn that returns a batch of these items",
-                    fix=_collator_fix(str(error)),
+                    fix=_collator_fix(str(error), items),
                 ) from error
             raise _uncollated(why, items) from error
         inputs, target = inputs_and_target(batch, where)
@@ -351,8 +351,11 @@ def _as_tensor(value: Any) -> Any:
     return torch.tensor(value) if is_numbers else value
 
 
-def _collator_fix(why: str) -> str:
+def _collator_fix(why: str, items: list[Any]) -> str:
     """Say how to put right what collators of transformers complain about most."""
+    texts = [key for key, value in (_by_name(items[0]) or {}).items() if isinstance(value, str)]
+    if texts:
+        return f"remove columns of text, which no model takes: dataset.remove_columns({texts})"
     if "pad_token" in why or "padding token" in why:
         return "give the tokenizer one before training: tokenizer.pad_token = tokenizer.eos_token"
     if "`labels`" in why:

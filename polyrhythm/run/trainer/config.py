@@ -271,6 +271,12 @@ class TrainerConfig:
             raise _invalid("clip_grad_norm", self.clip_grad_norm, "a number above 0, or None")
         if not _is_above_0(self.timeout):
             raise _invalid("timeout", self.timeout, "seconds above 0")
+        if isinstance(self.optimizer_fn, Optimizer):
+            raise LaunchError(
+                f"optimizer_fn={type(self.optimizer_fn).__name__}(...), an optimizer",
+                expected="a function that makes one, of the parameters of this worker's stage",
+                fix="pr.adamw(lr=3e-4), or lambda named: torch.optim.AdamW(named, lr=3e-4)",
+            )
         for name in ("loss_fn", "optimizer_fn", "collate_fn", "lr_schedule"):
             value = getattr(self, name)
             if not (value is None or callable(value) or isinstance(value, LRSchedule)):

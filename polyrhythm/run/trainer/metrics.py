@@ -7,6 +7,7 @@ numbers by then, so the host does not wait for the GPU either. In groups, first 
 metrics of their pipelines in the job's store, where the leader reads them for its progress line.
 """
 
+import logging
 import math
 import resource
 import struct
@@ -27,6 +28,8 @@ from polyrhythm.run.pipeline.batch import Microbatch
 from polyrhythm.run.pipeline.loss import Count, as_count
 from polyrhythm.sinks.metrics import PipelineStep, StepInfo, WorkerStep
 from polyrhythm.types import Bytes, Seconds
+
+_logger = logging.getLogger(__name__)
 
 _WHAT = "the metrics of a step"
 _MEMORY_INTERVAL: Seconds = 0.5  # reading the peak of a GPU takes 0.1 ms
@@ -120,7 +123,13 @@ class EarlyStopping(Callback):
             self.best, self.num_worse = values[self.metric], 0
             return None
         self.num_worse += 1
-        return STOP if self.num_worse >= self.patience else None
+        if self.num_worse < self.patience:
+            return None
+        _logger.info(
+            "%s has not improved for %d evaluations: training stops after step %d",
+            *(self.metric, self.num_worse, step),
+        )
+        return STOP
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))

@@ -87,6 +87,7 @@ class FitResult:
     losses: tuple[float, ...]  # StepInfo.loss of every step, nan without one
     seconds: Seconds
     num_samples: int  # of all pipelines
+    num_left: int  # steps that a callback has stopped, or a preemption notice
     checkpoints: Path | None  # the folder of checkpoints, if there is a run folder
     evals: tuple[tuple[int, dict[str, float]], ...] = ()  # steps done, and loss and metrics
 
@@ -96,8 +97,9 @@ class FitResult:
         for name, value in self.evals[-1][1].items() if self.evals else ():
             last += f", {name}={value:.4g}"
         saved = f", checkpoints={str(self.checkpoints)!r}" if self.checkpoints else ""
+        stopped = f", stopped with {self.num_left} steps left" if self.num_left > 0 else ""
         return (
-            f"FitResult({len(self.losses)} steps{last}, {rate:,.4g} samples/s, "
+            f"FitResult({len(self.losses)} steps{stopped}{last}, {rate:,.4g} samples/s, "
             f"{self.seconds:.1f} s{saved})"
         )
 
@@ -319,6 +321,7 @@ class Trainer:
             losses=tuple(fit_loop.losses),
             seconds=seconds,
             num_samples=self._progress.sampler_state.num_used - num_used,
+            num_left=max(0, fit_loop.num_steps - self.global_step),
             checkpoints=None if self._checkpointer is None else self._checkpointer.folder,
             evals=tuple(fit_loop.evals),
         )
