@@ -11,6 +11,7 @@ from benchmarks.architectures.bench import BARS
 from benchmarks.harness.report import names_of
 
 
+@pytest.mark.long  # half a minute of imports; test_find_split.py covers what it counts
 @pytest.mark.timeout(110)
 def test_quick_benchmark_counts_equal_and_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "architectures", "--quick"]
