@@ -5,16 +5,16 @@ pipelines; the data loader against torch's; and what progress, metrics and event
 """
 
 import ast
-import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
+from benchmarks.harness.child import in_child
 from benchmarks.harness.report import Bar, Result, print_bars, print_rows, progress_printer
 from benchmarks.models import hf_parity, loader, overhead, progress
-from polyrhythm.processes import Child
 from polyrhythm.types import Seconds
 
 _TIMEOUT: Seconds = 400.0  # of a part
@@ -60,7 +60,7 @@ def run(*, quick: bool, console: Console) -> Result:
     show, found = progress_printer(console), dict[str, float]()
     for name, measure in _PARTS.items():
         show(f"measuring {name}")
-        found |= _measured(name, measure, quick=quick)
+        found |= in_child(name, partial(measure, quick=quick), dict[str, float], _TIMEOUT)
     rows = [Figure(name, value) for name, value in found.items()]
     columns: dict[str, Callable[[Figure], str]] = {
         "figure": lambda row: row.name,
@@ -72,18 +72,3 @@ def run(*, quick: bool, console: Console) -> Result:
     print_bars(console, BARS, ratios, quick=quick)
     figures = {name: value for name, value in found.items() if name not in names}
     return Result(bench="models", ratios=ratios, figures=figures, rows=rows)
-
-
-def _measured(
-    name: str, measure: Callable[..., dict[str, float]], *, quick: bool
-) -> dict[str, float]:
-    """Run a part in a process of its own: each forks workers, and may use autograd before."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "figures.json"
-        child = Child(lambda: path.write_bytes(msgspec.json.encode(measure(quick=quick))))
-        try:
-            if child.wait(_TIMEOUT) != 0:
-                raise RuntimeError(f"the part {name} {child.reason}")
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, float])
-        finally:
-            child.end()

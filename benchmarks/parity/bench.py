@@ -5,17 +5,15 @@ differ between partitions of one model and one process, which checkpoints a kill
 modes produce values that no optimizer may have, and how fast memory grows.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from functools import partial
 
-import msgspec
 from rich.console import Console
 
+from benchmarks.harness.child import in_child
 from benchmarks.harness.report import Bar, Result, print_bars, print_rows, progress_printer
 from benchmarks.parity import cuts, kill_windows, memory, modes, restores, torch_pipelining
 from benchmarks.parity.facts import Fact
-from polyrhythm.processes import Child
 from polyrhythm.types import Seconds
 
 _TIMEOUT: Seconds = 900.0  # of a part
@@ -43,7 +41,7 @@ def run(*, quick: bool, console: Console) -> Result:
     facts = dict[str, list[Fact]]()
     for name, measure in _PARTS.items():
         show(f"measuring {name}")
-        facts[name] = _measured(name, measure, quick=quick)
+        facts[name] = in_child(name, partial(measure, quick=quick), list[Fact], _TIMEOUT)
         columns: dict[str, Callable[[Fact], str]] = {
             name: lambda fact: fact.case,
             "": lambda fact: f"{fact.value:.3g}",
@@ -55,19 +53,6 @@ def run(*, quick: bool, console: Console) -> Result:
     figures = {f"{name}_cases": len(found) for name, found in facts.items()}
     rows = [fact for found in facts.values() for fact in found]
     return Result(bench="parity", ratios=ratios, figures=figures, rows=rows)
-
-
-def _measured(name: str, measure: Callable[..., list[Fact]], *, quick: bool) -> list[Fact]:
-    """Run a part in a process of its own: each forks workers, and may use autograd before."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "facts.json"
-        child = Child(lambda: path.write_bytes(msgspec.json.encode(measure(quick=quick))))
-        try:
-            if child.wait(_TIMEOUT) != 0:
-                raise RuntimeError(f"the part {name} {child.reason}")
-            return msgspec.json.decode(path.read_bytes(), type=list[Fact])
-        finally:
-            child.end()
 
 
 def _ratios(facts: Mapping[str, list[Fact]]) -> dict[str, float]:

@@ -3,7 +3,8 @@
 Each worker has a few numbers of its own. In lockstep all workers gather them; in groups, where
 pipelines run different steps, the stages of a pipeline do. The gather starts at the end of a step
 and is waited for at the end of the next one, so no step waits for it; a GPU has computed the
-numbers by then, so the host does not wait for the GPU either. In groups, first stages publish the
+numbers by then, so the host does not wait for the GPU either. If no worker has a callback, some
+steps are gathered at once. In groups, first stages publish the
 metrics of their pipelines in the job's store, where the leader reads them for its progress line.
 """
 
