@@ -22,7 +22,7 @@ from polyrhythm.errors import LaunchError
 from polyrhythm.processes import INTERRUPTED, Child
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.trainer.fit_loop import StepInfo
-from polyrhythm.run.trainer.preemption import delay_interrupt
+from polyrhythm.run.trainer.preemption import InterruptDelay
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.types import Worker
 from tests.gloo.trainer_jobs import (
@@ -215,11 +215,33 @@ def test_second_ctrl_c_ends_the_process_at_once(tmp_path: Path) -> None:
 
 
 def test_interrupt_is_not_lost_if_the_update_fails() -> None:
-    with pytest.raises(KeyboardInterrupt) as raised, delay_interrupt():
+    interrupts = InterruptDelay()
+    with (
+        pytest.raises(KeyboardInterrupt) as raised,
+        interrupts.installed(),
+        interrupts.delayed(),
+    ):
         interrupt()
         fail()
     assert isinstance(raised.value.__cause__, ValueError)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_is_delayed_only_within_blocks() -> None:
+    interrupts, done = InterruptDelay(), list[str]()
+    with interrupts.installed():
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+        with pytest.raises(KeyboardInterrupt), interrupts.delayed():
+            interrupt()
+            done.append("the block is complete")
+        with pytest.raises(KeyboardInterrupt), interrupts.delayed():
+            interrupt()
+            interrupt()
+            done.append("not after the second one")
+        with interrupts.delayed():
+            done.append("earlier ones are forgotten")
+    assert done == ["the block is complete", "earlier ones are forgotten"]
 
 
 def test_failing_lr_state_is_reported_and_not_saved(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ from polyrhythm.run.trainer.metrics import (
     count_tokens,
 )
 from polyrhythm.run.trainer.optimizers import LRSchedule
-from polyrhythm.run.trainer.preemption import PreemptionHandler, delay_interrupt
+from polyrhythm.run.trainer.preemption import InterruptDelay, PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import LEADER
 from polyrhythm.run.trainer.sampler import (
     DataSettings,
@@ -98,11 +98,12 @@ class TrainProgress:
     is_finite: bool = True  # the loss and the gradients of the last step
     is_updating: bool = False  # weights, optimizer and step are not of the same step
     problem: str = ""  # after a failed fit: why this is not the state after `step`
+    interrupts: InterruptDelay = field(default_factory=InterruptDelay)
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Mark a block that updates them, and delay Ctrl-C until its end."""
-        with delay_interrupt():
+        with self.interrupts.delayed():
             self.is_updating = True
             yield
             self.is_updating = False
@@ -383,8 +384,9 @@ class FitLoop:
             )
         try:
             self._saved.begin()
-            while name is not None:
-                name = self._train(SyncMode.named(name))
+            with self.progress.interrupts.installed():
+                while name is not None:
+                    name = self._train(SyncMode.named(name))
             self._saved.finish()
         finally:
             if self.display is not None:
@@ -967,7 +969,13 @@ class Phase:
             check_input_names(pipeline.module, microbatches[0])
             self._fit.has_checked_inputs = True
         self._num_tokens = count_tokens(microbatches)
-        pipeline.run_microbatches(microbatches, training=True, losses=losses, metadata=metadata)
+        pipeline.run_microbatches(
+            microbatches,
+            training=True,
+            losses=losses,
+            metadata=metadata,
+            on_backward=self._fit.stage_loader.start_prefetch,
+        )
         return batch_slice
 
     def _run_later_stage(self, losses: list[Tensor]) -> BatchSlice | None:
