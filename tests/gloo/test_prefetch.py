@@ -59,7 +59,36 @@ def test_predicted_batch_is_prefetched_once(loader: Loader, prefetch: Prefetcher
     assert prefetch.load(FIRST, SECOND).microbatches == FIRST
     for ranges, next_ranges in ((SECOND, THIRD), (THIRD, ())):
         assert prefetch.load(ranges, next_ranges).microbatches == ranges
+        prefetch.start()
     assert loader.loaded == [(FIRST, "MainThread"), (SECOND, "prefetch"), (THIRD, "prefetch")]
+
+
+def test_batch_that_is_read_quickly_waits_for_the_start(
+    loader: Loader, prefetch: Prefetcher
+) -> None:
+    prefetch.load(FIRST, SECOND)  # how long the next takes is not known yet: read at once
+    prefetch.load(SECOND, THIRD)
+    prefetch.wait()
+    assert prefetch.load(THIRD, FIRST).microbatches == THIRD
+    names = [name for _, name in loader.loaded]
+    assert names == ["MainThread", "prefetch", "MainThread"]  # `start` was not called
+    prefetch.start()
+    assert prefetch.load(FIRST).microbatches == FIRST
+    assert loader.loaded[3] == (FIRST, "prefetch")
+
+
+def test_batch_that_is_read_slowly_is_prefetched_at_once(
+    loader: Loader, prefetch: Prefetcher
+) -> None:
+    prefetch.load(FIRST, SECOND)
+    prefetch.wait()
+    loader.may_load.clear()
+    prefetch.load(SECOND, THIRD)
+    prefetch.start()
+    threading.Timer(0.1, loader.may_load.set).start()  # so THIRD is read slowly
+    prefetch.load(THIRD, FIRST)
+    prefetch.load(FIRST)
+    assert loader.loaded[3] == (FIRST, "prefetch")
 
 
 def test_load_does_not_wait_for_the_prefetch(loader: Loader, prefetch: Prefetcher) -> None:

@@ -20,7 +20,9 @@ any. An error of a prefetched batch is raised when the batch is requested.
 """
 
 import logging
+import math
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -64,12 +66,14 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.pipeline.stage_modules import later_stage_keywords
 from polyrhythm.run.random_streams import seeded_draws, watched_draws
 from polyrhythm.sync.dispatch import Ranges
+from polyrhythm.types import Seconds
 
 _logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], Any]
 ShardState = tuple[int, DatasetState]
 PredictedRanges = SampleFuture[Ranges] | Ranges  # positions, or a future of them; () for none
+_MAX_DELAYED: Seconds = 5e-3  # a batch that takes longer to read is prefetched at once
 _LABELS = ("labels", "label", "label_ids")  # the target in a batch by name
 _SPAN = ("start_positions", "end_positions")  # the target of question answering
 
@@ -446,7 +450,11 @@ class _PrefetchedBatch(NamedTuple):
 
 
 class Prefetcher:
-    """Prefetches batches in one process; only the training thread calls `load`."""
+    """Prefetches batches in one process; only the training thread calls `load` and `start`.
+
+    Two threads that run Python take the interpreter lock from each other. So a batch that is read
+    quickly is read only after `start`, when the training thread needs the lock least.
+    """
 
     def __init__(
         self,
@@ -456,27 +464,51 @@ class Prefetcher:
         """`prefetch` loads in the thread; if it returns None, the training thread must load."""
         self._load, self._prefetch = load, prefetch or load
         self._pending: _PrefetchedBatch | None = None
+        self._is_started = False  # the pending one
+        self._duration: Seconds = math.inf  # of the last prefetch
         self._queue: SimpleQueue[_PrefetchedBatch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def load(self, ranges: Ranges, next_ranges: PredictedRanges = ()) -> LoadedBatch:
-        """Return the batch at `ranges`, and start to prefetch `next_ranges`."""
+        """Return the batch at `ranges`, and prefetch `next_ranges`, now or after `start`."""
         pending, self._pending = self._pending, None
         batch: LoadedBatch | None = None
-        if pending is not None and resolved_ranges(pending.predicted) == ranges:
+        if (
+            pending is not None
+            and self._is_started
+            and resolved_ranges(pending.predicted) == ranges
+        ):
             batch = pending.batch.result()
         elif pending is not None:
             pending.batch.cancel()
         if batch is None:
             batch = self._load(ranges)
+        self._is_started = False
         if next_ranges:
-            self._start(next_ranges)
+            self._pending = _PrefetchedBatch(next_ranges, Future())
+            if self._duration > _MAX_DELAYED:
+                self.start()
         return batch
+
+    def start(self) -> None:
+        """Start to prefetch what `load` was given, if that has not started yet."""
+        pending = self._pending
+        if pending is None or self._is_started:
+            return
+        self._is_started = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+            self._thread.start()
+        if isinstance(pending.predicted, SampleFuture):
+            pending.predicted.future.add_done_callback(lambda _: self._queue.put(pending))
+        else:
+            self._queue.put(pending)
 
     def wait(self) -> None:
         """Wait until the thread has read what it was given; `load` raises its error."""
-        if self._pending is not None and resolved_ranges(self._pending.predicted):
-            wait([self._pending.batch])
+        pending = self._pending
+        if pending is not None and self._is_started and resolved_ranges(pending.predicted):
+            wait([pending.batch])
 
     def close(self) -> None:
         """Drop the prefetched batch, and end the thread."""
@@ -488,23 +520,15 @@ class Prefetcher:
             self._thread.join(CLOSE_TIMEOUT)
             self._thread = None
 
-    def _start(self, predicted: PredictedRanges) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-            self._thread.start()
-        pending = self._pending = _PrefetchedBatch(predicted, Future())
-        if isinstance(predicted, SampleFuture):
-            predicted.future.add_done_callback(lambda _: self._queue.put(pending))
-        else:
-            self._queue.put(pending)
-
     def _run(self) -> None:
         while (pending := self._queue.get()) is not None:
             ranges = resolved_ranges(pending.predicted)
             if not ranges or not pending.batch.set_running_or_notify_cancel():
                 continue  # no samples are left, or the batch was dropped
+            start = time.perf_counter()
             try:
                 pending.batch.set_result(self._prefetch(ranges))
+                self._duration = time.perf_counter() - start
             except BaseException as error:  # `load` raises it
                 pending.batch.set_exception(error)
 
@@ -625,6 +649,10 @@ class StageLoader:
         if self._pipeline.num_stages > 2 and any(m.kwargs for m in last):
             middle = encode_microbatches([replace(m, target=None) for m in last])
         return [middle] * (self._pipeline.num_stages - 2) + [encode_microbatches(last)]
+
+    def start_prefetch(self) -> None:
+        """Start to read the next batch in this process, if `of_slice` has not done so."""
+        self._prefetcher.start()
 
     def wait(self) -> None:
         """Wait until no thread reads ahead: it would notice draws from the random generators."""

@@ -194,6 +194,7 @@ class Executor:
     streams: RandomStreams | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keywords of the module
     clock_offsets: dict[str, ClockOffset] = field(default_factory=dict)  # by neighbour
+    on_backward: Callable[[], None] | None = field(default=None, init=False)
     _transfers: deque[tuple[str, Transfer]] = field(default_factory=_LATEST, init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
     _number: float = field(default=0.0, init=False)  # of the last message received
@@ -221,6 +222,12 @@ class Executor:
         transfers = list(self._transfers)
         self._transfers.clear()
         return transfers
+
+    def begin_backward(self) -> None:
+        """Call `on_backward` once: the interpreter lock is free while a backward runs."""
+        on_backward, self.on_backward = self.on_backward, None
+        if on_backward is not None:
+            on_backward()
 
     def execute(self, action: Action, batch: Batch) -> None:
         start = time.perf_counter()
@@ -279,7 +286,9 @@ class Executor:
             batch.on_counted = None
         if self.streams is not None:
             self.streams.begin_backward(batch.position(m))
-        input_gradients = iter(self.stage.backward(m, kind, gradients, batch.weight(m)))
+        weight = batch.weight(m)
+        self.begin_backward()
+        input_gradients = iter(self.stage.backward(m, kind, gradients, weight))
         count = batch.counts.get(m, NOT_COUNTED)
         for source in self.wiring.sources:
             layout = self._links.activations_in[source].layout(kind).gradient

@@ -40,7 +40,7 @@ from polyrhythm.run.pipeline.batch import (
     mean_loss,
 )
 from polyrhythm.run.pipeline.executor import Executor, StageCompute, local
-from polyrhythm.run.pipeline.loss import Count, LossFunction, squared_norm
+from polyrhythm.run.pipeline.loss import Count, LossFunction, scale_by, squared_norm
 from polyrhythm.run.pipeline.microbatch import ChunkSpecs, merge_outputs
 from polyrhythm.run.pipeline.options import PipelineOptions, TiedNames
 from polyrhythm.run.pipeline.partition import (
@@ -489,14 +489,18 @@ class Pipeline:
         training: bool,
         losses: list[Tensor],
         metadata: Metadata = (),
+        on_backward: Callable[[], None] | None = None,
     ) -> None:
         """Run `step` or `eval` on micro-batches that are separate already, on every stage.
 
         The first stage passes as many as `split_sizes` says; each may have its own shapes. Later
         stages pass a function of the header, which may have `kwargs` of the module and targets.
+        `on_backward` is called before the first backward, or at the end if there is none.
         """
         step_inputs = StepInputs((), {}, None, {}, False, metadata, training, microbatches)
+        self._executor.on_backward = on_backward
         (self._step if training else self._forward)(step_inputs, losses)
+        self._executor.begin_backward()
 
     def observe_outputs(self, observer: Callable[[Any, Any, int], None] | None) -> None:
         """Call `observer(output, target, num_samples)` for each micro-batch on the last stage."""
@@ -584,9 +588,9 @@ class Pipeline:
             norms = torch.stack([_norm(gradient, norm_type) for gradient in owned])
             total = norms.max() if norm_type == math.inf else (norms**norm_type).sum()
         norm = self._reduce_norm(total, norm_type)
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).item()
-        if gradients and scale != 1.0:  # or nan; a frozen stage has none
-            torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+        scale = max_norm / (norm.item() + 1e-6)
+        if not scale >= 1.0:  # or nan
+            scale_by(scale, map(local, gradients))
         return norm.float()
 
     def gradients(self, *, owned: bool = False) -> list[Tensor]:
