@@ -167,8 +167,15 @@ class RandomStreams:
         return torch.cuda.default_generators[self._cuda_index]
 
 
-@torch.compiler.disable  # otherwise it is traced as a part of a compiled layer
 def _after_layer(after_layer: Callable[[int], None], index: int, *_: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():  # as a part of a compiled layer
+        _call_uncompiled(after_layer, index)
+    else:  # the other costs more than the seeds
+        after_layer(index)
+
+
+@torch.compiler.disable
+def _call_uncompiled(after_layer: Callable[[int], None], index: int) -> None:
     after_layer(index)
 
 

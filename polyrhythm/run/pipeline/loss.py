@@ -41,7 +41,6 @@ NOT_COUNTED = -1.0  # in messages, in place of a count
 _PAIR, _MEAN = "a sum and a count", "a mean"
 _CROSS_ENTROPY = "a mean over the labels of one cross-entropy"
 _LABELS, _SAMPLES = "a mean over the labels of the target", "a mean over samples"
-_MIN_DOT = 16384  # elements; below, many tensors in one call take less time
 _NUM_CHECKED = 4  # micro-batches whose numbers are read from a GPU, for warnings
 
 
@@ -81,7 +80,11 @@ class MicrobatchLoss:
             needing_grad = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
             zero = torch.zeros((), device=self.value.device)
             return sum((y.flatten()[:0].abs().sum() for y in needing_grad), zero)
-        weighted = self.value / unit if self.is_sum else self.value * weight
+        if self.is_sum:
+            weighted = self.value / unit
+        else:
+            is_one = isinstance(weight, float) and weight == 1.0  # a tensor is on a GPU
+            weighted = self.value if is_one else self.value * weight
         return weighted if self.count is None else where_counted(self.count, weighted)
 
 
@@ -107,44 +110,40 @@ def divide_by(divisor: Count, gradients: Iterable[Tensor]) -> None:
         divisor <= 0 or abs(divisor - 1) <= 1e-12  # it is exact but for the rounding of weights
     ):
         return
-    factor = 1 / _divisor(divisor)
+    scale_by(1 / _divisor(divisor), gradients)
+
+
+def scale_by(factor: Count, tensors: Iterable[Tensor]) -> None:
+    """Multiply all tensors in place, those of one type by one kernel."""
     by_type = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
-    for gradient in gradients:
-        by_type[gradient.device, gradient.dtype].append(gradient)
-    for (device, dtype), tensors in by_type.items():  # one kernel for all, if their types are equal
+    for tensor in tensors:
+        by_type[tensor.device, tensor.dtype].append(tensor)
+    for (device, dtype), some in by_type.items():
         own = factor
-        if isinstance(factor, Tensor) or device.type == "cpu":  # which would round a number first
+        # On a CPU a number would be rounded first, and made a tensor for each of the tensors.
+        if isinstance(factor, Tensor) or device.type == "cpu":
             wide = torch.promote_types(dtype, torch.float32)
             own = torch.as_tensor(factor, dtype=wide, device=device)
-        torch._foreach_mul_(tensors, own)
+        torch._foreach_mul_(some, own)
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor | float:
     """Return the sum of squares of all tensors; on a GPU as a tensor, without waiting for it."""
-    squares: Tensor | float = 0.0
-    others = defaultdict[tuple[bool, bool], list[Tensor]](list)
+    by_type = defaultdict[tuple[torch.dtype, type], list[Tensor]](list)
     for tensor in tensors:
         if tensor.is_sparse:
             tensor = tensor.coalesce().values()
-        if tensor.numel() < _MIN_DOT or not _is_plain(tensor):
-            others[tensor.dtype in HALF_PRECISION, isinstance(tensor, DTensor)].append(tensor)
-        else:  # a third of the time of a norm, and more exact
-            flat = tensor.view(-1)
-            squares += torch.dot(flat, flat).item()
-    for (is_half, _), some in others.items():
-        norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
-        norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
-        if norms[0].is_cpu:  # a number costs less than an operation on tensors
-            numbers = [norm.item() for norm in norms]
-            squares += sum([number * number for number in numbers])  # ** raises if too large
-        else:
-            squares += torch.stack(norms).double().square().sum()
+        by_type[tensor.dtype, type(tensor)].append(tensor)
+    squares: Tensor | float = 0.0
+    for (dtype, _), some in by_type.items():
+        wide = torch.float32 if dtype in HALF_PRECISION else None
+        norms: Any = torch._foreach_norm(some, 2.0, dtype=wide)
+        if isinstance(norms[0], DTensor):
+            norms = [norm.full_tensor() for norm in norms]
+        # In double precision: the sum of squares of a whole model may overflow float32.
+        total = torch.stack(norms).double().square().sum()
+        squares += total.item() if total.is_cpu else total
     return squares
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    is_real = tensor.dtype in (torch.float32, torch.float64)
-    return is_real and tensor.is_cpu and type(tensor) is Tensor and tensor.is_contiguous()
 
 
 class NonFiniteWarnings:
@@ -204,7 +203,7 @@ class LossFunction:
     ) -> MicrobatchLoss:
         """`host_target`: the target before its copy to a GPU, where counting would wait for it."""
         if self.function is None:
-            calls = self._recorded
+            calls, self._recorded = self._recorded, []  # which hold the graph
             returned: Any = loss_of(output)
         else:
             reductions = _Reductions()
@@ -402,8 +401,7 @@ def as_count(count: Any) -> Count:
         count = count.full_tensor()
     if not isinstance(count, Tensor):
         return float(count)
-    count = count.detach().reshape(())
-    return float(count.item()) if count.device.type == "cpu" else count.double()
+    return float(count.item()) if count.is_cpu else count.detach().reshape(()).double()
 
 
 def _integer_labels(target: Any) -> Tensor | None:

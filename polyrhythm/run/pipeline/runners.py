@@ -17,7 +17,7 @@ Algorithm 1. Departure: limits may exceed 1F1B's S-s, to tolerate slow links and
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -132,18 +132,19 @@ class GradientDivision:
 
     is_enabled: bool  # otherwise gradients are those of the sum over all labels
     is_deferred: bool = False
-    # Those of the stage; set before each step, as FSDP2 replaces them between forward and backward.
+    # Those of the stage, listed before the first step; before each one if FSDP2 replaces them.
     parameters: Sequence[Parameter] = field(default=(), init=False)
     mesh: DeviceMesh | None = field(default=None, init=False)  # of FSDP2, which averages gradients
     _divisor: Count | None = field(default=None, init=False)
-    _previous: dict[Parameter, Tensor | None] = field(default_factory=dict, init=False)
+    _previous: Sequence[Tensor | None] = field(default=(), init=False)  # by parameter
 
     def begin(self) -> None:
         """Before the first backward of a counted step: set earlier gradients aside."""
         if not self.is_deferred and self.is_enabled:
-            self._previous = {p: p.grad for p in self.parameters}
-            for parameter in self._previous:
-                parameter.grad = None
+            self._previous = [p.grad for p in self.parameters]
+            for parameter, previous in zip(self.parameters, self._previous, strict=True):
+                if previous is not None:
+                    parameter.grad = None
         elif self._divisor is not None and any(p.grad is not None for p in self.parameters):
             raise ScheduleError(
                 "a second step before gradients are averaged, with a loss function that returns "
@@ -161,16 +162,20 @@ class GradientDivision:
             self._divisor = divisor
         elif divisor is not None:
             gradients = (p.grad for p in self.parameters)
-            divide_by(divisor, [local(g) for g in gradients if g is not None])
-            for parameter, previous in self._previous.items():
+            divide_by(divisor, (local(g) for g in gradients if g is not None))
+            for parameter, previous in self._of_parameters():
                 _restore(parameter, previous)
-        self._previous = {}
+        self._previous = ()
 
     def release(self) -> None:
         """After a failed step: its gradients are not divided, so only earlier ones stay."""
-        for parameter, previous in self._previous.items():
+        for parameter, previous in self._of_parameters():
             parameter.grad = previous
-        self._previous = {}
+        self._previous = ()
+
+    def _of_parameters(self) -> Iterable[tuple[Parameter, Tensor | None]]:
+        """Return the gradients that were set aside; none if none was counted."""
+        return zip(self.parameters, self._previous, strict=True) if self._previous else ()
 
     def pop_divisor(self) -> Count | None:
         """Return the divisor of the gradients of this pipeline; None if they need none."""
@@ -296,10 +301,12 @@ class FlushRunner:
                 has_dw_builder=self.executor.stage.dw_builder is not None,
             )
             self._sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+            self.division.parameters = list(self.module.parameters())
         for sharded in self._sharded:  # an evaluation may leave a module with whole parameters
             sharded.reshard()
-        self.division.mesh = _mesh_of_shards(self.module) if self._sharded else None
-        self.division.parameters = list(self.module.parameters())
+        if self._sharded:
+            self.division.mesh = _mesh_of_shards(self.module)
+            self.division.parameters = list(self.module.parameters())
         batch.on_counted = self.division.begin
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():
             with _accumulate_locally(self._sharded), self.accumulation_context():
