@@ -2,15 +2,20 @@
 
 All train the same GPT-2 on the same batches of Python's own source, with one thread, the same
 optimizer (fused AdamW), learning rates and clipping, and without logs and checkpoints. The batch is
-as large as 70 ms of computing need on this machine. Blocks of steps alternate, and each side counts
-with the median of its blocks. Times are taken whenever the embedding is called, so no side pays for
-a callback.
+as large as 70 ms of computing need on this machine. Each side has a process of its own, and they
+take turns after every step: at any time one computes, so that noise of the machine which lasts
+longer than a round is the same for all. A ratio is the median over the rounds of the ratio within
+one. A step ends when the embedding is called again, so no side pays for a callback.
 """
 
+import ctypes
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +33,16 @@ from transformers import (
 )
 
 import polyrhythm as pr
+from benchmarks.harness.child import in_child
+from polyrhythm.processes import Child, end_all
 from polyrhythm.run.demo.train import standard_library
 from polyrhythm.types import Seconds
 
 MIN_STEP: Seconds = 0.07
 _CONTEXT, _VOCABULARY = 64, 256
-_WARM_UP = 3  # steps of each block that are not timed
+_WARM_UP = 8  # rounds that are not counted
+_TIMEOUT: Seconds = 60.0  # of a step
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's mallopt
 _LR = 1e-3
 
 Run = Callable[[nn.Module, "Text", int, int], None]  # model, data, batch, steps
@@ -56,33 +65,87 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 def measure(*, quick: bool) -> dict[str, float]:
-    """Return the ratios and the rates; runs of all sides alternate, each one first in turn."""
-    num_rounds, num_steps = (1, 4) if quick else (12, 12)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        batch = _batch_size()
-        sides: dict[str, Run] = {
+    """Return the ratios and the rates."""
+    num_rounds = _WARM_UP + (4 if quick else 200)
+    batch = in_child("batch size", _batch_size, int, _TIMEOUT)
+    rounds = _take_turns(
+        {
             "trainer": _trainer,
             "with_progress": _trainer_with_progress,
             "hf": _hugging_face,
             "fabric": _fabric,
-        }
-        times: dict[str, list[Seconds]] = {name: [] for name in sides}
-        for number in range(num_rounds):
-            order = list(sides)
-            for name in order[number % len(order) :] + order[: number % len(order)]:
-                times[name].append(_step_time(sides[name], batch, num_steps))
-    finally:
-        torch.set_num_threads(threads)
-    step = {name: statistics.median(found) for name, found in times.items()}
+        },
+        batch,
+        num_rounds,
+    )
+
+    def speed(side: str, other: str) -> float:
+        return statistics.median(times[other] / times[side] for times in rounds)
+
+    step = {name: statistics.median(times[name] for times in rounds) for name in rounds[0]}
     return {
-        "overhead_vs_hf": step["hf"] / step["trainer"],
-        "overhead_vs_fabric": step["fabric"] / step["trainer"],
-        "overhead_of_progress": step["trainer"] / step["with_progress"],
+        "overhead_vs_hf": speed("trainer", "hf"),
+        "overhead_vs_fabric": speed("trainer", "fabric"),
+        "overhead_of_progress": speed("with_progress", "trainer"),
         "overhead_step_ms": step["trainer"] * 1e3,
         **{f"overhead_{name}_samples_per_s": batch / step[name] for name in step},
     }
+
+
+def _take_turns(sides: dict[str, Run], batch: int, num_rounds: int) -> list[dict[str, Seconds]]:
+    """Return the times of a step by side, of each round after the warm-up."""
+    rounds = list[dict[str, Seconds]]()
+    children = list[Child]()
+    ends: dict[str, Connection[str, Seconds]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name, run in sides.items():
+                ends[name], end = Pipe()
+                work = partial(_run_side, run, end, batch, num_rounds)
+                children.append(Child(work, output=Path(folder) / name))
+                end.close()
+            for number in range(num_rounds):
+                names = list(sides)
+                order = names[number % len(names) :] + names[: number % len(names)]
+                rounds.append({name: _turn(name, ends[name]) for name in order})
+        finally:
+            for end in ends.values():
+                end.close()
+            end_all(children)
+    return rounds[_WARM_UP:]
+
+
+def _turn(name: str, end: "Connection[str, Seconds]") -> Seconds:
+    """Let a side run one step; return its time."""
+    try:
+        end.send("go")
+        if end.poll(_TIMEOUT):
+            return end.recv()
+    except (EOFError, OSError):
+        pass
+    raise RuntimeError(f"{name} has ended before its last step, or takes {_TIMEOUT:g} s for one")
+
+
+def _run_side(run: Run, end: "Connection[Seconds, str]", batch: int, num_rounds: int) -> None:
+    """Train, and wait for a turn before each step; the first steps may come without a batch."""
+    torch.set_num_threads(1)
+    # Freed memory stays with the process: how much returns to the kernel, and costs page faults
+    # in the next step, is different in each process.
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(_TRIM_THRESHOLD, 2**30)
+    model, start = _model(), 0.0
+
+    def wait_for_turn(*_: object) -> None:
+        nonlocal start
+        if start:
+            end.send(time.perf_counter() - start)
+        end.recv()
+        start = time.perf_counter()
+
+    model.transformer.wte.register_forward_pre_hook(wait_for_turn)
+    num_steps = num_rounds + 1
+    run(model, Text(batch * num_steps), batch, num_steps)
 
 
 def _model() -> GPT2LMHeadModel:
@@ -110,15 +173,6 @@ def _batch_size() -> int:
         model(input_ids=inputs, labels=inputs).loss.backward()
         times.append(time.thread_time() - start)
     return max(1, round(8 * MIN_STEP / min(times)))
-
-
-def _step_time(run: Run, batch: int, num_steps: int) -> Seconds:
-    """Return the mean time of a step of one block."""
-    model, starts = _model(), list[Seconds]()
-    model.transformer.wte.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()))
-    run(model, Text(batch * (_WARM_UP + num_steps + 1)), batch, _WARM_UP + num_steps + 1)
-    assert len(starts) >= _WARM_UP + num_steps + 1, "one call of the embedding per step"
-    return (starts[-1] - starts[-1 - num_steps]) / num_steps
 
 
 def _trainer(
