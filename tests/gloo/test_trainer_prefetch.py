@@ -1,6 +1,7 @@
 """The Trainer prefetches samples during compute, on the first stage and on the last."""
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,10 @@ STEPS = 6
 
 
 class CountingDataset:
-    """Records the thread that reads each sample."""
+    """Records the thread that reads each sample, which takes so many `seconds`."""
 
-    def __init__(self, failing: int | None = None) -> None:
-        self._data, self._failing = samples(), failing
+    def __init__(self, failing: int | None = None, seconds: float = 0.0) -> None:
+        self._data, self._failing, self._seconds = samples(), failing, seconds
         self._changed = threading.Condition()
         self.threads: list[str] = []
 
@@ -38,6 +39,7 @@ class CountingDataset:
     def __getitem__(self, i: int) -> Any:
         if i == self._failing:
             raise OSError("torn")
+        time.sleep(self._seconds)
         with self._changed:
             self.threads.append(threading.current_thread().name)
             self._changed.notify_all()
@@ -96,7 +98,7 @@ def test_next_batch_is_prefetched_during_compute(
     num_certain = STEPS - 1 if shape[1] == 1 else 1  # after step 1, shares may change
 
     def work(ctx: DistContext | None) -> list[str]:
-        data = CountingDataset()
+        data = CountingDataset(seconds=0.001)  # 12 ms for a batch: prefetched at once
 
         def tanh() -> nn.Module:
             is_first = ctx is None or ctx.rank % shape[0] == 0  # later stages do not read
@@ -110,6 +112,13 @@ def test_next_batch_is_prefetched_during_compute(
         assert set(threads[share : (num_certain + 1) * share]) == {"prefetch"}
         if shape[1] == 1:
             assert threads.count("prefetch") == (STEPS - 1) * BATCH  # not more than needed
+
+
+def test_samples_that_are_read_quickly_are_prefetched_during_the_backward() -> None:
+    data = CountingDataset()
+    with trainer((1, 1), data, nn.Tanh) as made:
+        made.fit(max_steps=STEPS)
+    assert data.threads == ["MainThread"] * BATCH + ["prefetch"] * BATCH * (STEPS - 1)
 
 
 def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:
