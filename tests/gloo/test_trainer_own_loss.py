@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, pad
 
-from polyrhythm.errors import LaunchError, PlanError, ScheduleError
+from polyrhythm.errors import LaunchError, PlanError, ScheduleError, WorkerError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.data.order import DataError
 from polyrhythm.run.pipeline.loss import LossFunction
@@ -231,3 +231,19 @@ def test_inputs_that_the_model_does_not_take_are_refused(model: Any) -> None:
     ):
         trainer.fit(max_steps=1, progress=False)
     assert "remove_columns" in error.value.fix
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_tokens_beyond_the_vocabulary_are_refused(num_stages: int, tmp_path: Path) -> None:
+    """The embedding would raise an IndexError, and on a GPU end the process."""
+    size = gpt2().config.vocab_size
+    data = [{"input_ids": [1, 2, size], "labels": [1, 2, 3]}] * 8
+
+    def work(ctx: DistContext | None) -> None:
+        with Trainer(
+            gpt2, optimizer_fn=adamw(lr=0.1), dataset=data, batch_size=4, stages=num_stages
+        ) as trainer:
+            trainer.fit(max_steps=1, progress=False)
+
+    with pytest.raises((DataError, WorkerError), match=f"token {size} in input_ids, and {size} t"):
+        run_job(num_stages, work, tmp_path)

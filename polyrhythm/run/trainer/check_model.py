@@ -7,7 +7,8 @@ dataset: outputs, own loss and gradients. Rank 0 does so, and the others wait.
 import importlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, get_args
 
 import torch
@@ -19,7 +20,6 @@ from polyrhythm.run.data.loader import CollatedSamples, SampleLoader, as_argumen
 from polyrhythm.run.data.order import DataError
 from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.machine import usable_memory
-from polyrhythm.run.pipeline.batch import Microbatch
 from polyrhythm.run.pipeline.loss import labels_of
 from polyrhythm.run.pipeline.stage_modules import forward_parameters
 from polyrhythm.run.pipeline.verify_split import verify_split
@@ -52,7 +52,33 @@ def check_loss(config: TrainerConfig, model: nn.Module) -> None:
     )
 
 
-def check_input_names(module: nn.Module, microbatch: Microbatch) -> None:
+def check_inputs(module: nn.Module, keywords: Mapping[str, Any]) -> None:
+    """Refuse inputs of the first stage that it does not take, or tokens that it does not have."""
+    _check_names(module, keywords)
+    tokens, embedding = keywords.get("input_ids"), _token_embedding(module)
+    if not isinstance(tokens, Tensor) or not tokens.numel() or embedding is None:
+        return
+    if (largest := int(tokens.max())) >= embedding.num_embeddings:
+        raise DataError(
+            f"token {largest} in input_ids, and {embedding.num_embeddings} tokens in the model's "
+            "vocabulary",
+            expected="tokens from 0 on, below the size of the vocabulary",
+            fix="use the tokenizer of this model, or call "
+            "model.resize_token_embeddings(len(tokenizer)) before the Trainer",
+        )
+
+
+def _token_embedding(module: nn.Module) -> nn.Embedding | None:
+    """Return the embedding of tokens of a model of transformers, which a stage may hold."""
+    for each in module.modules():
+        with suppress(AttributeError, NotImplementedError):
+            embedding = each.get_input_embeddings()  # type: ignore[operator]
+            if isinstance(embedding, nn.Embedding):
+                return embedding
+    return None
+
+
+def _check_names(module: nn.Module, keywords: Mapping[str, Any]) -> None:
     """Refuse inputs by name that the model's forward does not take, or would ignore."""
     parameters = forward_parameters(module)
     known = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
@@ -62,7 +88,7 @@ def check_input_names(module: nn.Module, microbatch: Microbatch) -> None:
             if not kinds:
                 return  # it may take anything
             known |= {name for kind in kinds for name in kind.__annotations__}
-    if unknown := [name for name in microbatch.kwargs if name not in known]:
+    if unknown := [name for name in keywords if name not in known]:
         names = ", ".join(unknown)
         raise DataError(
             f"inputs that {type(module).__name__}.forward does not take: {names}",
@@ -110,6 +136,7 @@ def check_stages(
         return
     args, kwargs, target = _example(first_samples(config, dataset, _NUM_SAMPLES))
     labels = {} if config.loss_fn is not None or target is None else labels_of(target)
+    check_inputs(model, kwargs)
     verify_split(model, config.split, layers_per_stage, (args, kwargs), labels)
 
 
