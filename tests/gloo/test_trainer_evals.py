@@ -276,6 +276,21 @@ def test_loggers_metrics_file_and_progress_get_evaluations(
     assert f"eval loss {fitted.evals[-1][1]['eval_loss']:.4g}  " in shown
 
 
+@pytest.mark.parametrize(("num_pipelines", "sync"), [(1, "decoupled"), (2, "adaptive")])
+def test_a_checkpoint_that_is_due_with_an_evaluation_is_saved_after_it(
+    tmp_path: Path, num_pipelines: int, sync: str
+) -> None:
+    checkpoint = pr.CheckpointConfig(every=4, keep_last=10)
+
+    def work(ctx: DistContext | None) -> None:
+        plan = plan_of(1, num_pipelines)
+        with trainer(plan, run_dir=tmp_path / "run", checkpoint=checkpoint, sync=sync) as made:
+            made.fit(max_steps=7, eval_dataset=held_out(), eval_every=4)
+
+    run_job(num_pipelines, work, tmp_path / "job")
+    assert list(list_steps(tmp_path / "run" / "checkpoints")) == [4, 7]
+
+
 def test_epochs_end_when_every_sample_was_used_so_often() -> None:
     def fit(**options: Any) -> int:
         rates: list[float] = []

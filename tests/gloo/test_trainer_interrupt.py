@@ -21,9 +21,9 @@ from polyrhythm.cli import main
 from polyrhythm.errors import LaunchError
 from polyrhythm.processes import INTERRUPTED, Child
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.trainer.fit_loop import StepInfo
 from polyrhythm.run.trainer.preemption import InterruptDelay
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sinks.metrics import StepInfo
 from polyrhythm.types import Worker
 from tests.gloo.trainer_jobs import (
     BATCH,

@@ -56,11 +56,8 @@ from polyrhythm.run.trainer.config import (
     no_run_dir,
 )
 from polyrhythm.run.trainer.evaluate import EVAL_LOSS, Evaluator, check_metrics
-from polyrhythm.run.trainer.fit_loop import (
-    FitContext,
-    FitLoop,
-    TrainProgress,
-)
+from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
+from polyrhythm.run.trainer.fit_loop import FitLoop
 from polyrhythm.run.trainer.metrics import Callback
 from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
 from polyrhythm.run.trainer.preemption import PreemptionHandler
@@ -702,7 +699,8 @@ class Trainer:
             raise LaunchError(
                 f"{what} evaluates a {type(dataset).__name__} without a length",
                 expected="a dataset of known length",
-                fix="define __len__ and __getitem__ on it",
+                fix="pass a part of it as a list: list(itertools.islice(stream, 1000)); or define "
+                "__len__ and __getitem__ on it",
             )
         return Evaluator(
             pipeline=self.pipeline,
