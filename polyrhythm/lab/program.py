@@ -50,10 +50,9 @@ def run_program(program: Sequence[str], environment: Mapping[str, str]) -> None:
         else:
             sys.path.insert(0, str(Path(target).absolute().parent))
             _finished.append(runpy.run_path(target, run_name="__main__"))
-    finally:  # as at the end of an interpreter
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+    finally:  # as at the end of an interpreter, or of a process of multiprocessing
+        # It ends the threads of executors, which wait for work, and joins all others.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 

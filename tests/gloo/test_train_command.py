@@ -67,6 +67,23 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
+def test_script_ends_though_it_leaves_threads(tmp_path: Path) -> None:
+    """Those of an executor wait for work until an interpreter ends; torch.compile has some."""
+    (tmp_path / "script.py").write_text(
+        "import atexit, threading, time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor(2)\n"
+        "pool.submit(print, 'in the executor', flush=True).result()\n"
+        "def work():\n"
+        "    time.sleep(0.5)\n"
+        "    print('in the thread', flush=True)\n"
+        "threading.Thread(target=work).start()\n"
+        "atexit.register(print, 'at exit', flush=True)\n"
+    )
+    found = run("script.py", folder=tmp_path, as_script=True)
+    assert found == (0, "in the executor\nin the thread\nat exit\n")
+
+
 def test_script_trains_in_one_process_several_and_with_a_plan(script: Path) -> None:
     """Each run resumes the previous one, and the losses are those of a single process."""
     folder = script.parent
