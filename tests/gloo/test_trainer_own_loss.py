@@ -1,5 +1,6 @@
 """The loss that a model computes itself, from labels: the same for any number of stages."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,20 @@ def test_own_loss_is_the_same_on_several_stages(tmp_path: Path, case: str) -> No
     one = fit(tmp_path, 1, 1, **options)
     shape = (2, 2) if case == "padded" else (2, 1)
     assert fit(tmp_path, *shape, **options) == pytest.approx(one, rel=1e-9)
+
+
+def test_compiled_layers_are_split(tmp_path: Path) -> None:
+    """Neither the search for a split, nor its comparison with the model, compiles them."""
+
+    def compiled() -> nn.Module:
+        warnings.simplefilter("ignore")  # pytest turns those of torch's compiler into errors
+        made = gpt2()
+        for layer in made.transformer.h:  # type: ignore[union-attr]
+            layer.compile(backend="eager", dynamic=True)
+        return made
+
+    plain = fit(tmp_path, 1, 1, model=gpt2, collate_fn=padded)
+    assert fit(tmp_path, 2, 1, model=compiled, collate_fn=padded) == pytest.approx(plain, rel=1e-9)
 
 
 def test_own_loss_is_the_mean_over_all_tokens(tmp_path: Path) -> None:

@@ -146,14 +146,17 @@ def _example_of(model: nn.Module) -> Example:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore the modes, parameters, buffers and attributes of a model, and the random states."""
+    """Restore the modes, parameters, buffers and attributes of a model, and the random states.
+
+    Compiled layers run uncompiled: they would be compiled for these inputs, with their hooks.
+    """
     modules = list(model.modules())
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     kept = []
     for module in modules:
         members = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers")}
         kept.append(vars(module) | members)
-    with torch.random.fork_rng(_cuda_devices(model)):
+    with torch.random.fork_rng(_cuda_devices(model)), torch.compiler.set_stance("force_eager"):
         try:
             yield
         finally:

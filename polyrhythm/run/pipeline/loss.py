@@ -520,12 +520,22 @@ def _recording(function: Callable[..., Any], reader: Callable[..., _Reduction | 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        calls = _recorders.get(threading.get_ident())
-        if calls is not None and (found := reader(result, *args, **kwargs)) is not None:
-            calls.append(found)
+        _record(reader, result, args, kwargs)
         return result
 
     return call
+
+
+@torch.compiler.disable  # a recorded tensor is that of a run, not of a trace
+def _record(
+    reader: Callable[..., _Reduction | None],
+    result: Tensor,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    calls = _recorders.get(threading.get_ident())
+    if calls is not None and (found := reader(result, *args, **kwargs)) is not None:
+        calls.append(found)
 
 
 # Made once: torch.compile would compile again for each new function.
