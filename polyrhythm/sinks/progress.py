@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -24,10 +24,21 @@ from polyrhythm.sinks.metrics import StepInfo
 from polyrhythm.types import Seconds, Worker
 
 WINDOW = 20  # steps over which the rate is counted
+_RATE_WINDOW = 4  # lines: the time of a single step says little if data is read ahead
 _MAX_UPDATES = 200  # per bar: drawing takes longer than simulating a worker's step
 _DRAW_INTERVAL: Seconds = 0.5  # in a terminal; drawing takes a millisecond
 _LINE_INTERVAL: Seconds = 5.0  # elsewhere
 _MAX_SPEEDS = 4  # pipelines that are named; of more, the slowest and the fastest
+
+
+class _Done(NamedTuple):
+    """What was done until a line was drawn."""
+
+    time: Seconds
+    step: int
+    num_samples: int
+    num_tokens: int
+    seconds: Seconds  # of computing
 
 
 class FitProgress:
@@ -54,7 +65,9 @@ class FitProgress:
         self._console, self._first_step, self._num_steps = console, first_step, num_steps
         self._start = time.monotonic()
         self._undrawn: StepInfo | None = None
-        self._drawn: deque[tuple[Seconds, int]] = deque([(self._start, first_step)], maxlen=WINDOW)
+        self._num_samples, self._num_tokens, self._seconds = 0, 0, 0.0
+        start = _Done(self._start, first_step, 0, 0, 0.0)
+        self._drawn: deque[_Done] = deque([start], maxlen=WINDOW)
         self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._live: Live | None = None
         self._interval = _LINE_INTERVAL
@@ -69,6 +82,9 @@ class FitProgress:
 
     def update(self, info: StepInfo) -> None:
         self._undrawn = info
+        self._num_samples += info.num_samples
+        self._num_tokens += info.num_tokens or 0
+        self._seconds += info.num_samples / max(info.samples_per_second, 1e-9)
         if time.monotonic() >= self._next_draw:
             self._draw(info)
 
@@ -94,7 +110,8 @@ class FitProgress:
     def _draw(self, info: StepInfo, *, is_last: bool = False) -> None:
         now, self._undrawn = time.monotonic(), None
         self._next_draw = now + self._interval
-        self._drawn.append((now, info.step + 1))
+        done = _Done(now, info.step + 1, self._num_samples, self._num_tokens, self._seconds)
+        self._drawn.append(done)
         text = Text(self._line(info, is_last=is_last), no_wrap=True, overflow="ellipsis")
         if self._live is not None:
             self._live.update(text, refresh=True)
@@ -103,19 +120,22 @@ class FitProgress:
 
     def _line(self, info: StepInfo, *, is_last: bool) -> str:
         """Return what most look for first: a narrow terminal cuts off the rest."""
-        (since, before), (now, step) = self._drawn[0], self._drawn[-1]
+        first, last = self._drawn[0], self._drawn[-1]
+        now, step = last.time, last.step
+        before = self._drawn[max(0, len(self._drawn) - 1 - _RATE_WINDOW)]
+        seconds = max(last.seconds - before.seconds, 1e-9)
         parts = [f"step {step}/{self._num_steps}"]
         if self._epochs_at is not None:
             parts.append(f"epoch {self._epochs_at(step):.2f}")
         parts += [
             "loss -" if info.loss is None else f"loss {info.loss:.4g}",
             *([] if self.eval_loss is None else [f"eval loss {self.eval_loss:.4g}"]),
-            f"{_rate(info.samples_per_second)} samples/s",
+            f"{_rate((last.num_samples - before.num_samples) / seconds)} samples/s",
         ]
-        if info.tokens_per_second is not None:
-            parts.append(f"{_rate(info.tokens_per_second)} tokens/s")
-        if step < self._num_steps and step > before and not is_last:
-            left = (self._num_steps - step) * (now - since) / (step - before)
+        if info.num_tokens is not None:
+            parts.append(f"{_rate((last.num_tokens - before.num_tokens) / seconds)} tokens/s")
+        if step < self._num_steps and step > first.step and not is_last:
+            left = (self._num_steps - step) * (now - first.time) / (step - first.step)
             parts.append(f"ETA {_clock(left)}")
         else:
             parts.append(_clock(now - self._start))

@@ -153,6 +153,21 @@ def test_without_a_terminal_a_line_is_printed_every_five_seconds(clock: list[flo
     )
 
 
+def test_speed_is_that_of_several_steps(clock: list[float]) -> None:
+    """The last steps of a fit whose data was read ahead take no time."""
+    text = io.StringIO()
+    line = FitProgress(0, 20, Console(file=text, soft_wrap=True))
+    for step in range(18):
+        clock[0] += 1.0
+        line.update(step_info(step))
+    quick = PipelineStep(
+        pipeline=0, num_samples=16, loss=2.0, num_labels=16.0, seconds=1e-4, waited=0.0
+    )
+    line.update(step_info(18, pipelines=(quick,), num_samples=16))
+    line.close()
+    assert "  66 samples/s  " in text.getvalue().splitlines()[-1]  # 19 * 32 - 16 in 9.0001 s
+
+
 def test_many_pipelines_show_the_slowest_and_the_fastest(clock: list[float]) -> None:
     text = io.StringIO()
     line = FitProgress(0, 1, Console(file=text, soft_wrap=True))
