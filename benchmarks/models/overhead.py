@@ -107,7 +107,10 @@ def _take_turns(sides: dict[str, Run], batch: int, num_rounds: int) -> list[dict
             for number in range(num_rounds):
                 names = list(sides)
                 order = names[number % len(names) :] + names[: number % len(names)]
-                rounds.append({name: _turn(name, ends[name]) for name in order})
+                rounds.append({name: _turn(ends[name]) for name in order})
+        except (EOFError, OSError, TimeoutError) as error:
+            shown = [f"{name}: {child.reason}" for name, child in zip(sides, children, strict=True)]
+            raise RuntimeError(f"a side does not train: {'; '.join(shown)}") from error
         finally:
             for end in ends.values():
                 end.close()
@@ -115,19 +118,16 @@ def _take_turns(sides: dict[str, Run], batch: int, num_rounds: int) -> list[dict
     return rounds[_WARM_UP:]
 
 
-def _turn(name: str, end: "Connection[str, Seconds]") -> Seconds:
+def _turn(end: "Connection[str, Seconds]") -> Seconds:
     """Let a side run one step; return its time."""
-    try:
-        end.send("go")
-        if end.poll(_TIMEOUT):
-            return end.recv()
-    except (EOFError, OSError):
-        pass
-    raise RuntimeError(f"{name} has ended before its last step, or takes {_TIMEOUT:g} s for one")
+    end.send("go")
+    if not end.poll(_TIMEOUT):
+        raise TimeoutError(f"{_TIMEOUT:g} s for a step")
+    return end.recv()
 
 
 def _run_side(run: Run, end: "Connection[Seconds, str]", batch: int, num_rounds: int) -> None:
-    """Train, and wait for a turn before each step; the first steps may come without a batch."""
+    """Train, and wait for a turn when the embedding is called: the search for a split does, too."""
     torch.set_num_threads(1)
     # Freed memory stays with the process: how much returns to the kernel, and costs page faults
     # in the next step, is different in each process.
@@ -165,6 +165,7 @@ def _model() -> GPT2LMHeadModel:
 
 def _batch_size() -> int:
     """Return the samples for which a step of a plain loop takes MIN_STEP."""
+    torch.set_num_threads(1)
     model = _model()
     inputs = torch.stack([item["input_ids"] for item in map(Text(8).__getitem__, range(8))])
     times = list[Seconds]()

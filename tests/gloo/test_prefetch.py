@@ -64,9 +64,11 @@ def test_predicted_batch_is_prefetched_once(loader: Loader, prefetch: Prefetcher
 
 
 def test_batch_that_is_read_quickly_waits_for_the_start(
-    loader: Loader, prefetch: Prefetcher
+    loader: Loader, prefetch: Prefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("polyrhythm.run.data.loader._MAX_DELAYED", 1e3)  # any machine is quick
     prefetch.load(FIRST, SECOND)  # how long the next takes is not known yet: read at once
+    prefetch.wait()
     prefetch.load(SECOND, THIRD)
     prefetch.wait()
     assert prefetch.load(THIRD, FIRST).microbatches == THIRD
@@ -77,16 +79,22 @@ def test_batch_that_is_read_quickly_waits_for_the_start(
     assert loader.loaded[3] == (FIRST, "prefetch")
 
 
-def test_batch_that_is_read_slowly_is_prefetched_at_once(
-    loader: Loader, prefetch: Prefetcher
+@pytest.mark.parametrize("max_delayed", [0.0, 1e3])
+def test_batch_that_takes_long_or_was_late_is_prefetched_at_once(
+    loader: Loader, prefetch: Prefetcher, monkeypatch: pytest.MonkeyPatch, max_delayed: float
 ) -> None:
+    monkeypatch.setattr("polyrhythm.run.data.loader._MAX_DELAYED", max_delayed)
     prefetch.load(FIRST, SECOND)
     prefetch.wait()
-    loader.may_load.clear()
-    prefetch.load(SECOND, THIRD)
-    prefetch.start()
-    threading.Timer(0.1, loader.may_load.set).start()  # so THIRD is read slowly
-    prefetch.load(THIRD, FIRST)
+    if max_delayed:
+        loader.may_load.clear()
+        prefetch.load(SECOND, THIRD)
+        prefetch.start()
+        threading.Timer(0.1, loader.may_load.set).start()
+    else:
+        prefetch.load(SECOND, THIRD)
+        prefetch.wait()
+    prefetch.load(THIRD, FIRST)  # which may wait for it
     prefetch.load(FIRST)
     assert loader.loaded[3] == (FIRST, "prefetch")
 

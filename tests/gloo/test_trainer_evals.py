@@ -19,7 +19,7 @@ import polyrhythm as pr
 from polyrhythm.cli import main
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.checkpoint.folder import list_steps
-from polyrhythm.run.checkpoint.manifest import CheckpointError
+from polyrhythm.run.checkpoint.manifest import CheckpointError, Evaluation
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, plan_of, run_job, samples, trainer
 
@@ -277,18 +277,28 @@ def test_loggers_metrics_file_and_progress_get_evaluations(
 
 
 @pytest.mark.parametrize(("num_pipelines", "sync"), [(1, "decoupled"), (2, "adaptive")])
-def test_a_checkpoint_that_is_due_with_an_evaluation_is_saved_after_it(
+def test_a_checkpoint_that_is_due_with_an_evaluation_is_saved_once_after_it(
     tmp_path: Path, num_pipelines: int, sync: str
 ) -> None:
-    checkpoint = pr.CheckpointConfig(every=4, keep_last=10)
+    checkpoint = pr.CheckpointConfig(every=4, keep_last=10, keep_best="score", best_mode="max")
 
-    def work(ctx: DistContext | None) -> None:
+    def work(ctx: DistContext | None) -> list[int]:
+        calls, scores = Calls(), Scores([3.0, 2.0])  # so the second one is not saved as the best
         plan = plan_of(1, num_pipelines)
         with trainer(plan, run_dir=tmp_path / "run", checkpoint=checkpoint, sync=sync) as made:
-            made.fit(max_steps=7, eval_dataset=held_out(), eval_every=4)
+            made.fit(
+                max_steps=7,
+                eval_dataset=held_out(),
+                eval_every=4,
+                metrics={"score": scores.metric},
+                callbacks=[calls, scores],
+            )
+        return [step for step, _ in calls.checkpoints]
 
-    run_job(num_pipelines, work, tmp_path / "job")
-    assert list(list_steps(tmp_path / "run" / "checkpoints")) == [4, 7]
+    assert run_job(num_pipelines, work, tmp_path / "job") == [[4, 7]] * num_pipelines
+    for step, value in ((4, 3.0), (7, 2.0)):
+        path = tmp_path / "run" / "checkpoints" / f"step-{step:08}" / "manifest.json"
+        assert json.loads(path.read_text())["extra"][Evaluation.KEY]["value"] == value
 
 
 def test_epochs_end_when_every_sample_was_used_so_often() -> None:

@@ -120,17 +120,29 @@ def test_own_loss_is_the_same_on_several_stages(tmp_path: Path, case: str) -> No
 
 
 def test_compiled_layers_are_split(tmp_path: Path) -> None:
-    """Neither the search for a split, nor its comparison with the model, compiles them."""
+    graphs = list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
 
     def compiled() -> nn.Module:
-        warnings.simplefilter("ignore")  # pytest turns those of torch's compiler into errors
         made = gpt2()
         for layer in made.transformer.h:  # type: ignore[union-attr]
-            layer.compile(backend="eager", dynamic=True)
+            layer.compile(backend=backend, dynamic=True)
         return made
 
+    def compiled_in_worker() -> nn.Module:
+        warnings.simplefilter("ignore")  # pytest turns those of torch's compiler into errors
+        return compiled()
+
+    batch = padded(texts()[:2])
+    labels = {"labels": batch.pop("labels")}
+    verify_split(compiled(), LayerSplit(), (1, 1), ((), batch), labels)
+    assert not graphs, "neither the search for a split nor its comparison compiles layers"
     plain = fit(tmp_path, 1, 1, model=gpt2, collate_fn=padded)
-    assert fit(tmp_path, 2, 1, model=compiled, collate_fn=padded) == pytest.approx(plain, rel=1e-9)
+    several = fit(tmp_path, 2, 1, model=compiled_in_worker, collate_fn=padded)
+    assert several == pytest.approx(plain, rel=1e-9)
 
 
 def test_own_loss_is_the_mean_over_all_tokens(tmp_path: Path) -> None:

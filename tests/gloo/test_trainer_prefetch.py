@@ -81,10 +81,9 @@ def trainer(
         data,
         plan=plan_of(*shape),
         batch_size=BATCH,
-        microbatch_size=4,
         data=DataConfig(shuffle=False),
         timeout=timeout,
-        **more,
+        **{"microbatch_size": 4, **more},
     )
 
 
@@ -114,11 +113,29 @@ def test_next_batch_is_prefetched_during_compute(
             assert threads.count("prefetch") == (STEPS - 1) * BATCH  # not more than needed
 
 
-def test_samples_that_are_read_quickly_are_prefetched_during_the_backward() -> None:
+class CountingTanh(nn.Tanh):
+    """Records how many samples were read when it is called, on the first micro-batch of a step."""
+
+    def __init__(self, data: CountingDataset) -> None:
+        super().__init__()
+        self._data, self.counts = data, list[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts.append(len(self._data.threads))
+        return super().forward(x)
+
+
+def test_samples_that_are_read_quickly_are_prefetched_during_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("polyrhythm.run.data.loader._MAX_DELAYED", 1e3)  # any machine is quick
     data = CountingDataset()
-    with trainer((1, 1), data, nn.Tanh) as made:
+    tanh = CountingTanh(data)
+    with trainer((1, 1), data, lambda: tanh, microbatch_size=BATCH) as made:
         made.fit(max_steps=STEPS)
     assert data.threads == ["MainThread"] * BATCH + ["prefetch"] * BATCH * (STEPS - 1)
+    # The second batch is read at once, as it is not known yet how long that takes.
+    assert tanh.counts[4::2] == [BATCH * step for step in range(3, STEPS + 1)]
 
 
 def test_dispatched_samples_are_prefetched(tmp_path: Path) -> None:

@@ -466,6 +466,7 @@ class Prefetcher:
         self._pending: _PrefetchedBatch | None = None
         self._is_started = False  # the pending one
         self._duration: Seconds = math.inf  # of the last prefetch
+        self._was_late = False  # the training thread had to wait for one
         self._queue: SimpleQueue[_PrefetchedBatch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -478,6 +479,7 @@ class Prefetcher:
             and self._is_started
             and resolved_ranges(pending.predicted) == ranges
         ):
+            self._was_late |= not pending.batch.done()
             batch = pending.batch.result()
         elif pending is not None:
             pending.batch.cancel()
@@ -486,7 +488,7 @@ class Prefetcher:
         self._is_started = False
         if next_ranges:
             self._pending = _PrefetchedBatch(next_ranges, Future())
-            if self._duration > _MAX_DELAYED:
+            if self._duration > _MAX_DELAYED or self._was_late:
                 self.start()
         return batch
 
@@ -527,8 +529,9 @@ class Prefetcher:
                 continue  # no samples are left, or the batch was dropped
             start = time.perf_counter()
             try:
-                pending.batch.set_result(self._prefetch(ranges))
+                batch = self._prefetch(ranges)
                 self._duration = time.perf_counter() - start
+                pending.batch.set_result(batch)
             except BaseException as error:  # `load` raises it
                 pending.batch.set_exception(error)
 

@@ -223,8 +223,8 @@ class Executor:
         self._transfers.clear()
         return transfers
 
-    def begin_backward(self) -> None:
-        """Call `on_backward` once: the interpreter lock is free while a backward runs."""
+    def call_on_backward(self) -> None:
+        """Call `on_backward` once: a backward, and the wait for one, leave the interpreter lock."""
         on_backward, self.on_backward = self.on_backward, None
         if on_backward is not None:
             on_backward()
@@ -280,14 +280,18 @@ class Executor:
 
     def _backward(self, action: Action, batch: Batch) -> None:
         m, kind = action.microbatch, batch.kind(action.microbatch)
-        gradients = [None] if self.stage.is_last else self._gradients(action, batch)
+        if self.stage.is_last:
+            gradients: Sequence[Tensor | None] = [None]
+        else:
+            self.call_on_backward()
+            gradients = self._gradients(action, batch)
         if batch.counts and batch.on_counted is not None:
             batch.on_counted()  # before the first backward that is counted
             batch.on_counted = None
         if self.streams is not None:
             self.streams.begin_backward(batch.position(m))
         weight = batch.weight(m)
-        self.begin_backward()
+        self.call_on_backward()
         input_gradients = iter(self.stage.backward(m, kind, gradients, weight))
         count = batch.counts.get(m, NOT_COUNTED)
         for source in self.wiring.sources:

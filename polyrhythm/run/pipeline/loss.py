@@ -41,6 +41,7 @@ NOT_COUNTED = -1.0  # in messages, in place of a count
 _PAIR, _MEAN = "a sum and a count", "a mean"
 _CROSS_ENTROPY = "a mean over the labels of one cross-entropy"
 _LABELS, _SAMPLES = "a mean over the labels of the target", "a mean over samples"
+_MIN_DOT = 16384  # elements; below, many tensors in one call take less time
 _NUM_CHECKED = 4  # micro-batches whose numbers are read from a GPU, for warnings
 
 
@@ -129,21 +130,30 @@ def scale_by(factor: Count, tensors: Iterable[Tensor]) -> None:
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor | float:
     """Return the sum of squares of all tensors; on a GPU as a tensor, without waiting for it."""
-    by_type = defaultdict[tuple[torch.dtype, type], list[Tensor]](list)
+    squares: Tensor | float = 0.0
+    others = defaultdict[tuple[bool, bool], list[Tensor]](list)
     for tensor in tensors:
         if tensor.is_sparse:
             tensor = tensor.coalesce().values()
-        by_type[tensor.dtype, type(tensor)].append(tensor)
-    squares: Tensor | float = 0.0
-    for (dtype, _), some in by_type.items():
-        wide = torch.float32 if dtype in HALF_PRECISION else None
-        norms: Any = torch._foreach_norm(some, 2.0, dtype=wide)
-        if isinstance(norms[0], DTensor):
-            norms = [norm.full_tensor() for norm in norms]
-        # In double precision: the sum of squares of a whole model may overflow float32.
-        total = torch.stack(norms).double().square().sum()
-        squares += total.item() if total.is_cpu else total
+        if tensor.numel() < _MIN_DOT or not _is_plain(tensor):
+            others[tensor.dtype in HALF_PRECISION, isinstance(tensor, DTensor)].append(tensor)
+        else:  # a third of the time of a norm, and more exact
+            flat = tensor.view(-1)
+            squares += torch.dot(flat, flat).item()
+    for (is_half, _), some in others.items():
+        norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
+        norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
+        if norms[0].is_cpu:  # a number costs less than an operation on tensors
+            numbers = [norm.item() for norm in norms]
+            squares += sum([number * number for number in numbers])  # ** raises if too large
+        else:
+            squares += torch.stack(norms).double().square().sum()
     return squares
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_real = tensor.dtype in (torch.float32, torch.float64)
+    return is_real and tensor.is_cpu and type(tensor) is Tensor and tensor.is_contiguous()
 
 
 class NonFiniteWarnings:

@@ -495,12 +495,12 @@ class Pipeline:
 
         The first stage passes as many as `split_sizes` says; each may have its own shapes. Later
         stages pass a function of the header, which may have `kwargs` of the module and targets.
-        `on_backward` is called before the first backward, or at the end if there is none.
+        `on_backward` is called when the first backward begins, or at the end if there is none.
         """
         step_inputs = StepInputs((), {}, None, {}, False, metadata, training, microbatches)
         self._executor.on_backward = on_backward
         (self._step if training else self._forward)(step_inputs, losses)
-        self._executor.begin_backward()
+        self._executor.call_on_backward()
 
     def observe_outputs(self, observer: Callable[[Any, Any, int], None] | None) -> None:
         """Call `observer(output, target, num_samples)` for each micro-batch on the last stage."""

@@ -132,7 +132,7 @@ class GradientDivision:
 
     is_enabled: bool  # otherwise gradients are those of the sum over all labels
     is_deferred: bool = False
-    # Those of the stage, listed before the first step; before each one if FSDP2 replaces them.
+    # Those of the stage; set before each step, as FSDP2 replaces them between forward and backward.
     parameters: Sequence[Parameter] = field(default=(), init=False)
     mesh: DeviceMesh | None = field(default=None, init=False)  # of FSDP2, which averages gradients
     _divisor: Count | None = field(default=None, init=False)
@@ -301,12 +301,10 @@ class FlushRunner:
                 has_dw_builder=self.executor.stage.dw_builder is not None,
             )
             self._sharded = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
-            self.division.parameters = list(self.module.parameters())
         for sharded in self._sharded:  # an evaluation may leave a module with whole parameters
             sharded.reshard()
-        if self._sharded:
-            self.division.mesh = _mesh_of_shards(self.module)
-            self.division.parameters = list(self.module.parameters())
+        self.division.mesh = _mesh_of_shards(self.module) if self._sharded else None
+        self.division.parameters = list(self.module.parameters())
         batch.on_counted = self.division.begin
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():
             with _accumulate_locally(self._sharded), self.accumulation_context():

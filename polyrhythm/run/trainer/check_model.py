@@ -55,27 +55,31 @@ def check_loss(config: TrainerConfig, model: nn.Module) -> None:
 def check_inputs(module: nn.Module, keywords: Mapping[str, Any]) -> None:
     """Refuse inputs of the first stage that it does not take, or tokens that it does not have."""
     _check_names(module, keywords)
-    tokens, embedding = keywords.get("input_ids"), _token_embedding(module)
-    if not isinstance(tokens, Tensor) or not tokens.numel() or embedding is None:
+    tokens, size = keywords.get("input_ids"), _vocabulary_size(module)
+    if not isinstance(tokens, Tensor) or not tokens.numel() or size is None:
         return
-    if (largest := int(tokens.max())) >= embedding.num_embeddings:
+    if (largest := int(tokens.max())) >= size:
         raise DataError(
-            f"token {largest} in input_ids, and {embedding.num_embeddings} tokens in the model's "
-            "vocabulary",
+            f"token {largest} in input_ids, and {size} tokens in the model's vocabulary",
             expected="tokens from 0 on, below the size of the vocabulary",
             fix="use the tokenizer of this model, or call "
             "model.resize_token_embeddings(len(tokenizer)) before the Trainer",
         )
 
 
-def _token_embedding(module: nn.Module) -> nn.Embedding | None:
-    """Return the embedding of tokens of a model of transformers, which a stage may hold."""
+def _vocabulary_size(module: nn.Module) -> int | None:
+    """Return the size of the largest vocabulary of the models of transformers in a module.
+
+    None if there is none, or if an embedding of another kind may take more tokens.
+    """
+    found = list[int]()
     for each in module.modules():
         with suppress(AttributeError, NotImplementedError):
             embedding = each.get_input_embeddings()  # type: ignore[operator]
-            if isinstance(embedding, nn.Embedding):
-                return embedding
-    return None
+            if type(embedding).forward is not nn.Embedding.forward:
+                return None
+            found.append(embedding.num_embeddings)
+    return max(found, default=None)
 
 
 def _check_names(module: nn.Module, keywords: Mapping[str, Any]) -> None:

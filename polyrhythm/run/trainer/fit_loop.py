@@ -66,7 +66,7 @@ from polyrhythm.types import AUTO, Seconds, Worker
 
 NUM_STEPS_KEPT = 1000  # in memory, of a fit
 _BY_CALLBACK = "a callback"  # ends training early
-_FINITE = ", and restore() the newest checkpoint, which has finite weights"
+_RESTORE = ", and restore() the newest checkpoint, which has finite weights"
 _logger = logging.getLogger(__name__)
 _MIN_COMPUTE: Seconds = 1e-6  # clock differences may yield 0 or less
 
@@ -263,7 +263,7 @@ class FitLoop:
             self.problem,
             expected='finite losses and gradients, with on_nan="stop"',
             fix="use a lower learning rate or clip_grad_norm"
-            + ("" if checkpointer is None else _FINITE)
+            + (_RESTORE if self.context.config.checkpoint.every else "")
             + '; or pass on_nan="skip", which omits such steps',
         )
 
@@ -291,8 +291,8 @@ class FitLoop:
             if decision.lost:
                 self._forget(decision.lost)
             next_mode = decision.sync_mode
-            # Another pipeline may have run the step after which a checkpoint is due.
-            is_saved = self._is_save_due(before, progress.step)
+            # In groups another pipeline may have run the step after which a checkpoint is due.
+            is_saved = not phase.in_lockstep and self._is_save_due(before, progress.step)
             if (next_mode is None or self.is_evaluated(progress.step)) and not (
                 self.problem or self.exit_status
             ):
@@ -358,7 +358,8 @@ class FitLoop:
             else:
                 phase.strategy.synchronize()
             step = self.progress.step
-            if self._evaluate() or self._is_save_due(step, step):
+            is_best = self._evaluate()
+            if is_best or (not self.exit_status and self._is_save_due(step, step)):
                 self.progress.lr_state = phase.lr_state()
                 phase.gather_dataset_states()
                 self._save(phase.strategy, phase.sampler.sampler_state())

@@ -32,8 +32,6 @@ def adamw(
 
     def make(named: NamedParameters) -> Optimizer:
         named = list(named)
-        if not weight_decay:
-            return AdamW(named, lr=lr, weight_decay=0.0, **options)
         decayed = [(name, parameter) for name, parameter in named if parameter.dim() >= 2]
         others = [(name, parameter) for name, parameter in named if parameter.dim() < 2]
         # Both groups on every stage, also an empty one: stages have the same groups.

@@ -192,11 +192,12 @@ class InterruptDelay:
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if signal.getsignal(signal.SIGINT) == self._on_interrupt:  # not a callback's own
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @contextmanager
     def delayed(self) -> Iterator[None]:
-        self._is_delaying, self._is_received = True, False
+        self._is_received, self._is_delaying = False, True
         try:
             yield
         except Exception as error:
