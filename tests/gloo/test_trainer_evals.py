@@ -283,20 +283,21 @@ def test_a_checkpoint_that_is_due_with_an_evaluation_is_saved_once_after_it(
     checkpoint = pr.CheckpointConfig(every=4, keep_last=10, keep_best="score", best_mode="max")
 
     def work(ctx: DistContext | None) -> list[int]:
-        calls, scores = Calls(), Scores([3.0, 2.0])  # so the second one is not saved as the best
+        calls, scores = Calls(), Scores([4.0, 3.0, 2.0, 1.0])  # after steps 2, 4, 6 and 7
         plan = plan_of(1, num_pipelines)
         with trainer(plan, run_dir=tmp_path / "run", checkpoint=checkpoint, sync=sync) as made:
             made.fit(
                 max_steps=7,
                 eval_dataset=held_out(),
-                eval_every=4,
+                eval_every=2,
                 metrics={"score": scores.metric},
                 callbacks=[calls, scores],
             )
         return [step for step, _ in calls.checkpoints]
 
-    assert run_job(num_pipelines, work, tmp_path / "job") == [[4, 7]] * num_pipelines
-    for step, value in ((4, 3.0), (7, 2.0)):
+    # Step 2 has the best score, step 7 is the last.
+    assert run_job(num_pipelines, work, tmp_path / "job") == [[2, 4, 7]] * num_pipelines
+    for step, value in ((4, 3.0), (7, 1.0)):
         path = tmp_path / "run" / "checkpoints" / f"step-{step:08}" / "manifest.json"
         assert json.loads(path.read_text())["extra"][Evaluation.KEY]["value"] == value
 

@@ -114,15 +114,18 @@ def test_next_batch_is_prefetched_during_compute(
 
 
 class CountingTanh(nn.Tanh):
-    """Records how many samples were read when it is called, on the first micro-batch of a step."""
+    """Records how many samples were read during a forward, of one micro-batch per step."""
 
     def __init__(self, data: CountingDataset) -> None:
         super().__init__()
         self._data, self.counts = data, list[int]()
 
     def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.05)  # so that a thread that reads has read all
         self.counts.append(len(self._data.threads))
-        return super().forward(x)
+        output = super().forward(x)
+        output.register_hook(lambda _: time.sleep(0.05))  # likewise, in the backward
+        return output
 
 
 def test_samples_that_are_read_quickly_are_prefetched_during_the_backward(
