@@ -466,7 +466,7 @@ class Prefetcher:
         self._pending: _PrefetchedBatch | None = None
         self._is_started = False  # the pending one
         self._duration: Seconds = math.inf  # of the last prefetch
-        self._was_late = False  # the training thread had to wait for one
+        self._was_late = False  # the training thread had to wait for the last one
         self._queue: SimpleQueue[_PrefetchedBatch | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -479,7 +479,7 @@ class Prefetcher:
             and self._is_started
             and resolved_ranges(pending.predicted) == ranges
         ):
-            self._was_late |= not pending.batch.done()
+            self._was_late = not pending.batch.done()
             batch = pending.batch.result()
         elif pending is not None:
             pending.batch.cancel()

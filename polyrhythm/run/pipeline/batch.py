@@ -6,6 +6,7 @@ number of micro-batches, sizes differ by at most one; with a given size, the las
 smaller. The Trainer passes micro-batches that are separate already, each padded by itself.
 """
 
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -340,13 +341,13 @@ def _header_of(
     pairs = []
     for m in microbatches:
         leaves, structure = pytree.tree_flatten((m.args, m.kwargs))
-        descriptions = [
-            (tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
+        descriptions = tuple(
+            (leaf.shape, leaf.dtype, leaf.requires_grad)
             if isinstance(leaf, Tensor)
             else type(leaf).__name__
             for leaf in leaves
-        ]
-        pairs.append((_hash_kind(m.size, training, descriptions, str(structure)), m.size))
+        )
+        pairs.append((_kind_of(m.size, training, _autocast(), descriptions, structure), m.size))
     runs = tuple((kind, size, len(list(run))) for (kind, size), run in groupby(pairs))
     return BatchHeader(training, runs, metadata)
 
@@ -386,10 +387,27 @@ def kind_of(arguments: Sequence[ArgumentTree], size: int, *, training: bool) -> 
     `arguments` are those of the batch: its micro-batches differ only in `size`.
     """
     descriptions = [[leaf.description(size) for leaf in tree.leaves] for tree in arguments]
-    return _hash_kind(size, training, descriptions, [str(tree.structure) for tree in arguments])
+    structures = [str(tree.structure) for tree in arguments]
+    return _hash_kind(size, training, _autocast(), descriptions, structures)
 
 
-def _hash_kind(size: int, training: bool, descriptions: Any, structures: Any) -> int:
-    autocast = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    text = repr((training, size, autocast, descriptions, structures))
+@functools.lru_cache(maxsize=256)  # a hash takes 20 us, and most steps have the same kinds
+def _kind_of(
+    size: int,
+    training: bool,
+    autocast: tuple[bool, bool],
+    descriptions: tuple[Any, ...],
+    structure: pytree.TreeSpec,
+) -> MicrobatchKind:
+    return _hash_kind(size, training, autocast, descriptions, structure)
+
+
+def _autocast() -> tuple[bool, bool]:
+    return torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+
+
+def _hash_kind(
+    size: int, training: bool, autocast: tuple[bool, bool], descriptions: Any, structures: Any
+) -> MicrobatchKind:
+    text = repr((training, size, autocast, descriptions, str(structures)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -269,7 +269,9 @@ class LossFunction:
         self, calls: "list[_Reduction]", value: Tensor, target: Any, num_samples: int
     ) -> tuple[str, Count]:
         means = [call for call in calls if call.reduction == "mean"]
-        different = {call.key: call for call in means or calls}
+        different = means or calls
+        if len(different) > 1:
+            different = list({call.key: call for call in different}.values())
         if len(different) > 1 and means:
             self._check_proportional(
                 lambda: [float(call.count()) / num_samples for call in means],
@@ -279,7 +281,7 @@ class LossFunction:
             )
             return _SAMPLES, float(num_samples)
         if calls:
-            counts = [call.count() for call in different.values()]  # several: parts of the labels
+            counts = [call.count() for call in different]  # several: parts of the labels
             self._ignore_index = (means or calls)[0].ignore_index
             if means:
                 return _CROSS_ENTROPY, counts[0]

@@ -543,6 +543,11 @@ class Pipeline:
             )
         self._flush_runner.accumulation_context = context
 
+    def keep_parameters(self) -> None:
+        """Declare that no parameter is replaced by another one: an optimizer would miss it."""
+        if isinstance(self._runner, FlushRunner):
+            self._runner.keeps_parameters = True
+
     def defer_division(self, is_deferred: bool) -> None:
         """Leave the division of gradients by counted labels to their average over pipelines."""
         if isinstance(self._runner, FlushRunner):

@@ -132,7 +132,8 @@ class GradientDivision:
 
     is_enabled: bool  # otherwise gradients are those of the sum over all labels
     is_deferred: bool = False
-    # Those of the stage; set before each step, as FSDP2 replaces them between forward and backward.
+    # Those of the stage; set before each step: users may replace them between steps, and FSDP2
+    # does so between forward and backward. Only once if `keeps_parameters`, and no FSDP2.
     parameters: Sequence[Parameter] = field(default=(), init=False)
     mesh: DeviceMesh | None = field(default=None, init=False)  # of FSDP2, which averages gradients
     _divisor: Count | None = field(default=None, init=False)
@@ -260,6 +261,7 @@ class FlushRunner:
     autotuner: ScheduleAutotuner | None
     division: GradientDivision
     accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    keeps_parameters: bool = False  # nobody replaces them: to list them takes 0.1 ms and more
     # The schedule of the last step; `spec` is that of the next.
     last_spec: ScheduleSpec | ExplicitSchedule = field(init=False)
     _sharded: list[FSDPModule] | None = field(default=None, init=False)
@@ -304,8 +306,11 @@ class FlushRunner:
         for sharded in self._sharded:  # an evaluation may leave a module with whole parameters
             sharded.reshard()
         self.division.mesh = _mesh_of_shards(self.module) if self._sharded else None
-        self.division.parameters = list(self.module.parameters())
-        batch.on_counted = self.division.begin
+        if self._sharded or not self.keeps_parameters or not self.division.parameters:
+            self.division.parameters = list(self.module.parameters())
+        # The mean of an only micro-batch needs no division, so earlier gradients can stay.
+        needs_begin = self.division.is_deferred or not batch.is_own_mean
+        batch.on_counted = self.division.begin if needs_begin else None
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():
             with _accumulate_locally(self._sharded), self.accumulation_context():
                 self.executor.run(actions[:-1], batch)

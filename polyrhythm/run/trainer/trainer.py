@@ -224,6 +224,7 @@ class Trainer:
         except BaseException:  # otherwise SIGTERM would stay caught
             self._preemption.close()
             raise
+        self.pipeline.keep_parameters()  # the optimizer holds them
         self._is_open = True
         atexit.register(self._at_exit)
 
