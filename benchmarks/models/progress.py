@@ -34,7 +34,7 @@ from polyrhythm.types import Seconds
 STEPS: tuple[Seconds, ...] = (0.1, 0.015)
 _WIDTH, _BATCH, _CONTEXT = 256, 8, 32
 _NUM_WARMUP = 5  # steps
-_ROUND: Seconds = 2.0
+_ROUND: Seconds = 1.0
 _TIMEOUT: Seconds = 120.0
 
 
@@ -94,7 +94,7 @@ class _Compute(nn.Module):
 def measure(*, quick: bool) -> dict[str, float]:
     """Return the share of a step of 100 ms, and of one of 15 ms."""
     return {
-        f"progress_overhead_{step * 1e3:.0f}ms": _overhead(step, num_rounds=1 if quick else 5)
+        f"progress_overhead_{step * 1e3:.0f}ms": _overhead(step, num_rounds=1 if quick else 15)
         for step in STEPS
     }
 
