@@ -77,7 +77,7 @@ def measure(*, quick: bool) -> dict[str, float]:
     }
     rounds = list[dict[str, Seconds]]()
     for _ in range(num_processes):
-        rounds += _take_turns(sides, batch, _WARM_UP + num_rounds)
+        rounds += _measure_rounds(sides, batch, _WARM_UP + num_rounds)
 
     def speed(side: str, other: str) -> float:
         return statistics.median(times[other] / times[side] for times in rounds)
@@ -92,7 +92,7 @@ def measure(*, quick: bool) -> dict[str, float]:
     }
 
 
-def _take_turns(sides: dict[str, Run], batch: int, num_rounds: int) -> list[dict[str, Seconds]]:
+def _measure_rounds(sides: dict[str, Run], batch: int, num_rounds: int) -> list[dict[str, Seconds]]:
     """Return the times of a step by side, of each round after the warm-up."""
     rounds = list[dict[str, Seconds]]()
     children = list[Child]()
@@ -107,7 +107,7 @@ def _take_turns(sides: dict[str, Run], batch: int, num_rounds: int) -> list[dict
             for number in range(num_rounds):
                 names = list(sides)
                 order = names[number % len(names) :] + names[: number % len(names)]
-                rounds.append({name: _turn(ends[name]) for name in order})
+                rounds.append({name: _run_step(ends[name]) for name in order})
         except (EOFError, OSError, TimeoutError) as error:
             shown = [f"{name}: {child.reason}" for name, child in zip(sides, children, strict=True)]
             raise RuntimeError(f"a side does not train: {'; '.join(shown)}") from error
@@ -118,7 +118,7 @@ def _take_turns(sides: dict[str, Run], batch: int, num_rounds: int) -> list[dict
     return rounds[_WARM_UP:]
 
 
-def _turn(end: "Connection[str, Seconds]") -> Seconds:
+def _run_step(end: "Connection[str, Seconds]") -> Seconds:
     """Let a side run one step; return its time."""
     end.send("go")
     if not end.poll(_TIMEOUT):
@@ -136,14 +136,14 @@ def _run_side(run: Run, end: "Connection[Seconds, str]", batch: int, num_rounds:
         libc.mallopt(_TRIM_THRESHOLD, 2**30)
     model, start = _model(), 0.0
 
-    def wait_for_turn(*_: object) -> None:
+    def wait_for_step(*_: object) -> None:
         nonlocal start
         if start:
             end.send(time.perf_counter() - start)
         end.recv()
         start = time.perf_counter()
 
-    model.transformer.wte.register_forward_pre_hook(wait_for_turn)
+    model.transformer.wte.register_forward_pre_hook(wait_for_step)
     num_steps = num_rounds + 1
     run(model, Text(batch * num_steps), batch, num_steps)
 

@@ -56,8 +56,7 @@ from polyrhythm.run.trainer.config import (
     no_run_dir,
 )
 from polyrhythm.run.trainer.evaluate import EVAL_LOSS, Evaluator, check_metrics
-from polyrhythm.run.trainer.fit_context import FitContext, TrainProgress
-from polyrhythm.run.trainer.fit_loop import FitLoop
+from polyrhythm.run.trainer.fit_loop import FitContext, FitLoop, TrainProgress
 from polyrhythm.run.trainer.metrics import Callback
 from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
 from polyrhythm.run.trainer.preemption import PreemptionHandler
