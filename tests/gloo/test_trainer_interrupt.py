@@ -123,26 +123,32 @@ def test_interrupted_update_is_completed_first(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+class SlowMetric:
+    """A metric whose first call interrupts the process."""
+
+    num_calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> float:
+        self.num_calls += 1
+        if self.num_calls == 1:
+            interrupt()
+        time.sleep(0.05)
+        return 0.0
+
+
 def test_interrupt_with_a_run_folder_saves_and_exits(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In the middle of a long evaluation, which it ends, too."""
     whole, _ = fit(tmp_path, 1, 1, steps=20)
 
-    def slow(output: Tensor, target: Tensor) -> float:
-        if not seen:
-            interrupt()
-        seen.append(1)
-        time.sleep(0.05)
-        return 0.0
-
-    seen: list[int] = []
+    slow = SlowMetric()
     run_dir = tmp_path / "run"
     with trainer(plan_of(1, 1), run_dir=run_dir) as made, pytest.raises(SystemExit) as left:
         made.fit(max_steps=10**6, eval_dataset=samples(), eval_every=7, metrics={"slow": slow})
     assert left.value.code == INTERRUPTED
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert len(seen) < NUM_SAMPLES / 2  # micro-batches of an evaluation
+    assert slow.num_calls < NUM_SAMPLES / 2  # micro-batches of an evaluation
     assert f"interrupted after step 7, saved in {run_dir}; to continue, " in capfd.readouterr().err
     with trainer(plan_of(1, 1), run_dir=run_dir) as made:
         assert made.restore() == 7
@@ -359,14 +365,7 @@ def test_error_between_steps_ends_the_other_process_at_once(
 
 
 def test_interrupt_in_the_last_evaluation_saves_and_exits(tmp_path: Path) -> None:
-    def slow(output: Tensor, target: Tensor) -> float:
-        if not seen:
-            interrupt()
-        seen.append(1)
-        time.sleep(0.05)
-        return 0.0
-
-    seen: list[int] = []
+    slow = SlowMetric()
     with trainer(plan_of(1, 1), run_dir=tmp_path) as made, pytest.raises(SystemExit) as left:
         made.fit(max_steps=2, eval_dataset=samples(), metrics={"slow": slow})
     assert left.value.code == INTERRUPTED
