@@ -48,7 +48,7 @@ class LaunchError(UserError):
 
 
 class TrainingError(UserError):
-    """A training that cannot go on, because its loss or its gradients are not finite."""
+    """A training that cannot go on: memory ran out, or a loss or gradients are not finite."""
 
 
 class LabError(UserError):
@@ -76,8 +76,23 @@ def peer_errors(peer: object, action: str) -> Iterator[None]:
     except PeerError:
         raise
     except RuntimeError as error:  # gloo raises plain RuntimeErrors; torch's DistError is one
+        if is_out_of_memory(error):  # of this process
+            raise
         waited = time.monotonic() - start
         raise PeerError(str(peer), action=action, waited=waited, cause=short_cause(error)) from None
+
+
+# Of torch's allocator of host memory, of CUDA without torch's own allocator, and of its libraries.
+_FAILED_ALLOCATIONS = "can't allocate memory", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch or Python says that an allocation has failed."""
+    is_known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    is_other = isinstance(error, RuntimeError) and any(
+        text in str(error) for text in _FAILED_ALLOCATIONS
+    )
+    return is_known or is_other
 
 
 def short_cause(error: RuntimeError) -> str:

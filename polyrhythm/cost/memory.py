@@ -1,11 +1,16 @@
 """The memory of a stage as a sum of terms, and how many micro-batches fit.
 
 Two terms depend on the schedule: the activations of the micro-batches in flight, and the messages
-between stages.
+between stages. A stage that recomputes its activations holds for a micro-batch in flight only what
+its layers start from, and the activations of one layer while it runs the backward of that layer.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, with every
+layer as a segment.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError
@@ -21,6 +26,9 @@ class StageMemory:
     optimizer: Bytes  # its state: two floats per weight for Adam
     activation: Bytes  # held for one micro-batch from its forward to its backward
     message: Bytes  # one activation or gradient at the boundary, received or being sent
+    recomputed: Bytes = 0  # held in a backward, once: activations of the layer that is recomputed
+    cast: Bytes = 0  # copies of weights in the dtype of autocast, which all micro-batches share
+    temporary: Bytes = 0  # of the layer that runs, and workspaces of the device's libraries
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -31,11 +39,13 @@ def needed(stage: StageMemory, *, in_flight: int, window: int) -> Bytes:
     """Return the peak bytes of the stage with `in_flight` micro-batches.
 
     Counted: weights, gradients, optimizer state, `in_flight` times what a forward leaves for its
-    backward, and `window` boundary messages: receives posted ahead and sends under way, of both
-    directions together. Not counted: what a single layer needs while it runs, the framework itself,
-    and memory lost between allocations; leave room for them in the limit.
+    backward, what a backward recomputes, copies of weights for autocast, what a layer needs while
+    it runs, and `window` boundary messages: receives posted ahead and sends under way, of both
+    directions together. Not counted: the framework itself, and memory lost between allocations;
+    leave room for them in the limit.
     """
-    fixed = stage.weights + stage.gradients + stage.optimizer
+    weights = stage.weights + stage.gradients + stage.optimizer + stage.cast
+    fixed = weights + stage.recomputed + stage.temporary
     return fixed + in_flight * stage.activation + window * stage.message
 
 
@@ -52,6 +62,37 @@ def peak_in_flight(actions: Sequence[Action]) -> int:
     for op, _ in actions:
         live += 1 if op is Op.F else -1
         peak = max(peak, live)
+    return peak
+
+
+class ActivationMemory(NamedTuple):
+    """Activations of consecutive layers."""
+
+    per_microbatch: Bytes  # from the forward of a micro-batch to its backward
+    recomputed: Bytes = 0  # once, during a backward
+
+
+def recomputed_activations(stored: Sequence[Bytes], kept: Sequence[Bytes]) -> ActivationMemory:
+    """Return the activations of layers that recompute, each on its own.
+
+    `stored` is what a layer stores without recomputation, and `kept` the part of it that stays from
+    forward to backward: its input. Backwards run one layer at a time, so the largest rest counts.
+    If no layer keeps more than it stores, the memory never exceeds that without recomputation.
+    """
+    rests = (full - part for full, part in zip(stored, kept, strict=True))
+    return ActivationMemory(sum(kept), max([0, *rests]))
+
+
+def peak_temporary(temporary: Sequence[Bytes], held: Sequence[Bytes]) -> Bytes:
+    """Return the peak of consecutive layers beyond what all of them hold for a micro-batch.
+
+    `temporary` is what each needs while it runs, beyond what it holds. When a layer runs, those
+    after it hold nothing yet in the forward, and nothing any more in the backward.
+    """
+    peak = later = 0
+    for own, stored in zip(reversed(temporary), reversed(held), strict=True):
+        peak = max(peak, own - later)
+        later += stored
     return peak
 
 

@@ -44,6 +44,14 @@ class StageWork:
     parameter_bytes: float | None = None  # where models are averaged; None: equal to gradient_bytes
 
 
+def recomputing(stage: StageWork) -> StageWork:
+    """Return the stage with recomputed activations: every backward runs its forward again.
+
+    An upper bound: a layer's recomputation ends when its backward has all that it needs.
+    """
+    return replace(stage, backward=stage.forward + stage.backward)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
     """One pipeline: its devices with their stages, and its schedule."""

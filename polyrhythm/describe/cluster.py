@@ -63,6 +63,9 @@ class Cluster:
     measured_at: str = ""  # ISO 8601; empty if not measured
     latency_spread: tuple[tuple[float, ...], ...] = ()  # see Sample; empty if not measured
     bandwidth_spread: tuple[tuple[float, ...], ...] = ()
+    # Between GPUs of one machine, over NCCL; 0 for other pairs, empty if there are none.
+    nccl_latency: tuple[tuple[Seconds, ...], ...] = ()
+    nccl_bandwidth: tuple[tuple[BytesPerSecond, ...], ...] = ()
     egress_price_per_gb: tuple[float, ...] = ()  # of traffic that leaves each region; empty if free
     flops_dtype: str = ""  # dtype of all flops, such as bfloat16
 
@@ -83,8 +86,8 @@ class Cluster:
         _check_square("latency", self.latency, len(self.regions))
         _check_square("bandwidth", self.bandwidth, len(self.regions))
         self._check_links()
-        _check_spread("latency_spread", self.latency_spread, len(self.regions))
-        _check_spread("bandwidth_spread", self.bandwidth_spread, len(self.regions))
+        for name in ("latency_spread", "bandwidth_spread", "nccl_latency", "nccl_bandwidth"):
+            _check_optional(name, getattr(self, name), len(self.regions))
         self._check_prices()
 
     def link(self, a: str, b: str) -> Link:
@@ -179,9 +182,9 @@ def _check_square(what: str, matrix: tuple[tuple[float, ...], ...], size: int) -
     )
 
 
-def _check_spread(what: str, matrix: tuple[tuple[float, ...], ...], size: int) -> None:
+def _check_optional(what: str, matrix: tuple[tuple[float, ...], ...], size: int) -> None:
     if matrix:
         _check_square(what, matrix, size)
     for row in matrix:
-        for spread in row:
-            check_amount(what, spread)
+        for value in row:
+            check_amount(what, value)

@@ -88,6 +88,8 @@ class _ClusterForm:
     measured_at: str = ""
     latency_spread: tuple[tuple[float, ...], ...] = ()
     bandwidth_spread: tuple[tuple[float, ...], ...] = ()
+    nccl_latency: tuple[tuple[Seconds, ...], ...] = ()
+    nccl_bandwidth: tuple[tuple[BytesPerSecond, ...], ...] = ()
     egress_price_per_gb: tuple[float, ...] = ()
     flops_dtype: str = ""
 

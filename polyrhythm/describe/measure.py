@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from polyrhythm.describe.sample import Sample
-from polyrhythm.errors import DescriptionError
+from polyrhythm.errors import DescriptionError, is_out_of_memory
 from polyrhythm.types import Seconds
 
 _SMALLEST, _LARGEST = 256, 16_384  # rows of a matrix; the largest takes 1 GiB in float32
@@ -94,7 +94,7 @@ def _fitting_size(device: torch.device, dtype: torch.dtype) -> int:
         try:
             taken = _better_of_two(2 * size, device, dtype)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            if is_out_of_memory(error):
                 break
             raise
         size *= 2

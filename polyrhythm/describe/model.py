@@ -7,6 +7,7 @@ sizes is interpolated for any size between them.
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class AtSize:
     backward: Seconds
     activation_bytes: Bytes
     stored_bytes: Bytes
+    recompute_bytes: Bytes | None = None
+    temporary_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         check_size(self.microbatch_size)
@@ -42,6 +45,10 @@ class Layer:
     parameter_bytes: Bytes
     activation_bytes: Bytes  # the output, which is sent if the next layer is on another device
     stored_bytes: Bytes  # kept from the forward of a micro-batch to its backward
+    recompute_bytes: Bytes | None = None  # kept by a layer that recomputes; None: its input
+    # While the layer runs, beyond what it stores: the largest part of it; None: not measured.
+    temporary_bytes: Bytes | None = None
+    cast_bytes: Bytes | None = None  # copies of weights in the dtype of autocast, in each step
     forward_spread: float | None = None  # see Sample
     backward_spread: float | None = None
     sizes: tuple[AtSize, ...] = ()  # for other micro-batch sizes than the profile's
@@ -49,6 +56,7 @@ class Layer:
     def __post_init__(self) -> None:
         _check_layer(self)
         check_amount("parameter_bytes", self.parameter_bytes, Bytes)
+        check_amount("cast_bytes", self.cast_bytes, Bytes)
         check_amount("forward_spread", self.forward_spread)
         check_amount("backward_spread", self.backward_spread)
 
@@ -62,11 +70,13 @@ class ModelProfile:
     measured_at: str = ""  # ISO 8601; empty if not measured
     flops: float | None = None  # of that machine, as `probe` measures them: its speed is 1
     flops_dtype: str = ""  # dtype of `flops`, such as bfloat16
+    workspace_bytes: Bytes | None = None  # that a GPU's libraries keep, such as cuBLAS
 
     def __post_init__(self) -> None:
         check_measured_at(self.measured_at)
         check_size(self.microbatch_size)
         check_amount("flops", self.flops, zero=False)
+        check_amount("workspace_bytes", self.workspace_bytes, Bytes)
         if not self.layers:
             raise DescriptionError(
                 f"model {self.name!r} has no layers",
@@ -120,6 +130,8 @@ class ModelProfile:
             backward=_between(low.backward, high.backward, share),
             activation_bytes=round(_between(low.activation_bytes, high.activation_bytes, share)),
             stored_bytes=round(_between(low.stored_bytes, high.stored_bytes, share)),
+            recompute_bytes=_bytes_between(low.recompute_bytes, high.recompute_bytes, share),
+            temporary_bytes=_bytes_between(low.temporary_bytes, high.temporary_bytes, share),
             forward_spread=None,
             backward_spread=None,
             sizes=(),
@@ -132,6 +144,8 @@ class ModelProfile:
             backward=layer.backward,
             activation_bytes=layer.activation_bytes,
             stored_bytes=layer.stored_bytes,
+            recompute_bytes=layer.recompute_bytes,
+            temporary_bytes=layer.temporary_bytes,
         )
 
     def _check_sizes(self) -> None:
@@ -145,8 +159,48 @@ class ModelProfile:
                 )
 
 
+def blocks_with_parameters(has_parameters: Sequence[bool]) -> list[range]:
+    """Return blocks of consecutive layers, each with one layer that has parameters.
+
+    A layer without parameters, such as an activation function, joins the layer before it.
+    """
+    starts: list[int] = []
+    has_some = False  # in the last block
+    for number, has_own in enumerate(has_parameters):
+        if not starts or (has_own and has_some):
+            starts.append(number)
+            has_some = False
+        has_some = has_some or has_own
+    return [range(a, b) for a, b in itertools.pairwise([*starts, len(has_parameters)])]
+
+
+def recompute_blocks(layers: Sequence[Layer]) -> list[range]:
+    """Return the consecutive layers that recompute together.
+
+    An activation function alone would keep as much as it stores.
+    """
+    return blocks_with_parameters([layer.parameter_bytes > 0 for layer in layers])
+
+
+def recompute_bytes(layers: Sequence[Layer]) -> list[Bytes]:
+    """Return what each layer of a model keeps per micro-batch if it recomputes.
+
+    If it was not measured, the first layer of a block keeps the output of the layer before.
+    """
+    starts = [block.start for block in recompute_blocks(layers)]
+    inputs = {start: layers[start - 1].activation_bytes for start in starts if start > 0}
+    return [
+        inputs.get(number, 0) if layer.recompute_bytes is None else layer.recompute_bytes
+        for number, layer in enumerate(layers)
+    ]
+
+
 def _between(low: float, high: float, share: float) -> float:
     return low + share * (high - low)
+
+
+def _bytes_between(low: Bytes | None, high: Bytes | None, share: float) -> Bytes | None:
+    return None if low is None or high is None else round(_between(low, high, share))
 
 
 def check_size(microbatch_size: int) -> None:
@@ -164,3 +218,5 @@ def _check_layer(layer: Layer | AtSize) -> None:
     check_amount("backward", layer.backward, Seconds)
     check_amount("activation_bytes", layer.activation_bytes, Bytes)
     check_amount("stored_bytes", layer.stored_bytes, Bytes)
+    check_amount("recompute_bytes", layer.recompute_bytes, Bytes)
+    check_amount("temporary_bytes", layer.temporary_bytes, Bytes)

@@ -74,6 +74,8 @@ def fewer_devices(cluster: Cluster, num_devices: int) -> Cluster:
         bandwidth=_part(cluster.bandwidth, kept),
         latency_spread=_part(cluster.latency_spread, kept),
         bandwidth_spread=_part(cluster.bandwidth_spread, kept),
+        nccl_latency=_part(cluster.nccl_latency, kept),
+        nccl_bandwidth=_part(cluster.nccl_bandwidth, kept),
         egress_price_per_gb=tuple(prices[i] for i in kept) if prices else (),
     )
 

@@ -51,6 +51,8 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
         _matrix("bandwidth_mbps", cluster.bandwidth, _MEGABIT),
         _matrix("latency_spread", cluster.latency_spread, 1.0, digits=3),
         _matrix("bandwidth_spread", cluster.bandwidth_spread, 1.0, digits=3),
+        _matrix("nccl_latency_ms", cluster.nccl_latency, _MILLISECOND),
+        _matrix("nccl_bandwidth_mbps", cluster.nccl_bandwidth, _MEGABIT),
         _prices(cluster),
         tomli_w.dumps({"devices": [_device(device) for device in cluster.devices]}),
     ]
@@ -64,6 +66,7 @@ def write_model(profile: ModelProfile, path: Path) -> None:
         "measured_at": profile.measured_at,
         "flops": profile.flops,
         "flops_dtype": profile.flops_dtype,
+        "workspace_bytes": profile.workspace_bytes,
     }
     table = {
         "name": profile.name,
@@ -103,7 +106,7 @@ def _device(device: Device) -> dict[str, object]:
 def _layer(layer: Layer) -> dict[str, object]:
     table = _taken(layer)
     table["sizes"] = [_taken(each) for each in layer.sizes]
-    return {key: value for key, value in table.items() if value not in (None, [])}
+    return {key: value for key, value in table.items() if value != []}
 
 
 def _taken(layer: Layer | AtSize) -> dict[str, object]:
@@ -113,7 +116,7 @@ def _taken(layer: Layer | AtSize) -> dict[str, object]:
         time = table.pop(key)
         assert isinstance(time, float | int), "a number of seconds"
         table[f"{key}_ms"] = _digits(time / _MILLISECOND)
-    return {key: _rounded(value) for key, value in table.items()}
+    return {key: _rounded(value) for key, value in table.items() if value is not None}
 
 
 def _rounded(value: object) -> object:

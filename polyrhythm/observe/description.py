@@ -63,6 +63,11 @@ def _show_cluster(cluster: Cluster, console: Console) -> None:
         _print_matrix(console, "spread of latency, %", cluster, cluster.latency_spread, 0.01)
     if cluster.bandwidth_spread:
         _print_matrix(console, "spread of bandwidth, %", cluster, cluster.bandwidth_spread, 0.01)
+    if cluster.nccl_latency:
+        _print_matrix(console, "latency over NCCL, ms", cluster, cluster.nccl_latency, 1e-3)
+    if cluster.nccl_bandwidth:
+        title = "bandwidth over NCCL, Mbit/s"
+        _print_matrix(console, title, cluster, cluster.nccl_bandwidth, 125e3)
 
 
 def _show_origin(described: Cluster | ModelProfile, console: Console) -> None:

@@ -212,6 +212,11 @@ def _expected(prediction: Prediction, planned: PlanResult) -> Iterable[tuple[str
         yield "price", f"{a_step} per step, {a_million} per million samples"
         if planned.price_bound:
             yield "", f"no plan's step is cheaper than {_money(planned.price_bound)}"
+    if recomputing := [
+        str(stage) for stage, is_on in enumerate(prediction.plan.recompute) if is_on
+    ]:
+        noun = "stage" if len(recomputing) == 1 else "stages"
+        yield "recompute", f"activations of {noun} {_ranges(recomputing)}, in each backward"
     if prediction.plan.left_out:
         yield "left out", _devices(prediction.plan.left_out)
 

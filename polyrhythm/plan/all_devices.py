@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from polyrhythm.describe.model import AtSize, Layer, ModelProfile
+from polyrhythm.cost.memory import peak_temporary
+from polyrhythm.describe.model import AtSize, Layer, ModelProfile, recompute_bytes
 from polyrhythm.errors import UserError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
@@ -62,8 +63,23 @@ def plan_all_devices(
 
 def merge_layers(profile: ModelProfile, counts: tuple[int, ...]) -> ModelProfile:
     """Merge `counts[i]` consecutive layers into one, for each i."""
-    ends = pairwise(accumulate(counts, initial=0))
-    return replace(profile, layers=tuple(_one(profile.layers[a:b]) for a, b in ends))
+    ends, layers = pairwise(accumulate(counts, initial=0)), _with_recompute_bytes(profile)
+    return replace(profile, layers=tuple(_one(layers[a:b]) for a, b in ends))
+
+
+def _with_recompute_bytes(profile: ModelProfile) -> tuple[Layer, ...]:
+    """Return the layers with `recompute_bytes`, which a layer alone may not tell."""
+    kept = {size: recompute_bytes(profile.at(size).layers) for size in profile.microbatch_sizes}
+    return tuple(
+        replace(
+            layer,
+            recompute_bytes=kept[profile.microbatch_size][number],
+            sizes=tuple(
+                replace(at, recompute_bytes=kept[at.microbatch_size][number]) for at in layer.sizes
+            ),
+        )
+        for number, layer in enumerate(profile.layers)
+    )
 
 
 def _one(layers: tuple[Layer, ...]) -> Layer:
@@ -72,6 +88,7 @@ def _one(layers: tuple[Layer, ...]) -> Layer:
     return Layer(
         name=f"{layers[0].name} to {layers[-1].name}",
         parameter_bytes=sum(layer.parameter_bytes for layer in layers),
+        cast_bytes=sum(layer.cast_bytes or 0 for layer in layers) or None,
         sizes=tuple(
             AtSize(microbatch_size=at[0].microbatch_size, **_sums(at))
             for at in zip(*(layer.sizes for layer in layers), strict=True)
@@ -82,9 +99,15 @@ def _one(layers: tuple[Layer, ...]) -> Layer:
 
 def _sums(layers: Sequence[Layer | AtSize]) -> dict[str, Any]:
     """Return the times and bytes of consecutive layers; only the last one's output is sent."""
-    names = ("forward", "backward", "stored_bytes")
+    names = ("forward", "backward", "stored_bytes", "recompute_bytes")
     sums = {name: sum(getattr(layer, name) for layer in layers) for name in names}
-    return {**sums, "activation_bytes": layers[-1].activation_bytes}
+    known = [layer.temporary_bytes for layer in layers if layer.temporary_bytes is not None]
+    is_known, stored = len(known) == len(layers), [layer.stored_bytes for layer in layers]
+    return {
+        **sums,
+        "activation_bytes": layers[-1].activation_bytes,
+        "temporary_bytes": peak_temporary(known, stored) if is_known else None,
+    }
 
 
 def _bound(problem: Problem, num_stages: int) -> Seconds:

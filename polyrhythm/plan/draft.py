@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.layout import (
     DeviceLayout,
@@ -24,8 +25,9 @@ from polyrhythm.plan.layout import (
     reorder_stages,
 )
 from polyrhythm.plan.partition import partition_layers
-from polyrhythm.plan.plan import PipelinePlan, Plan
+from polyrhythm.plan.plan import PipelinePlan, Plan, PlanRegion
 from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.recompute import recompute_if_needed, recompute_of_stages
 from polyrhythm.types import Seconds
 
 _NUM_STARTS = 2  # constructed layouts that are improved
@@ -57,6 +59,7 @@ class PlanShape:
 class PlanDraft:
     shape: PlanShape
     layers_per_stage: tuple[int, ...]
+    recompute: tuple[bool, ...]  # per stage
     layout: DeviceLayout
 
     @property
@@ -96,7 +99,11 @@ def improve_draft(problem: Problem, draft: PlanDraft, *, num_moves: int, seed: i
     best = draft
     for round_number in range(_MAX_ROUNDS):
         prices = prices_of(
-            problem, best.layers_per_stage, best.shape.microbatch_size, best.shape.num_pipelines
+            problem,
+            best.layers_per_stage,
+            best.shape.microbatch_size,
+            best.shape.num_pipelines,
+            best.recompute,
         )
         layout = anneal_layout(
             problem,
@@ -132,6 +139,7 @@ def draft_to_plan(draft: PlanDraft, problem: Problem) -> Plan:
         draft.layers_per_stage,
         zip(draft.layout.devices.T.tolist(), numbers, strict=True),
         left_out=draft.layout.idle.tolist(),
+        recompute=draft.recompute,
     )
 
 
@@ -142,6 +150,7 @@ def assemble_plan(
     pipelines: Iterable[tuple[Iterable[int], int]],
     *,
     left_out: Iterable[int],
+    recompute: tuple[bool, ...],
 ) -> Plan:
     """Return the plan of `pipelines`, each the device of every stage and a number of micro-batches.
 
@@ -160,10 +169,21 @@ def assemble_plan(
         ),
         microbatch_size=microbatch_size,
         sync=problem.job.sync,
+        recompute=recompute,
         cluster=problem.cluster.name,
         model=problem.profile.name,
         left_out=tuple(names[device] for device in left_out),
+        regions=regions_of(problem.cluster),
     )
+
+
+def regions_of(cluster: Cluster) -> tuple[PlanRegion, ...]:
+    """Return the devices by region; nothing if all are in one."""
+    devices = {region: list[str]() for region in cluster.regions}
+    for device in cluster.devices:
+        devices[device.region].append(device.name)
+    found = tuple(PlanRegion(name=name, devices=tuple(some)) for name, some in devices.items())
+    return found if len(found) > 1 else ()
 
 
 def assign_microbatches(
@@ -214,23 +234,32 @@ def _partitioned(problem: Problem, shape: PlanShape, devices: Ints, idle: Ints) 
         layers_for(problem, shape.microbatch_size, devices, count, per_byte=each)
         for each in (0.0, _sync_per_byte(problem, devices) / count)
     ):
-        prices = prices_of(problem, layers, shape.microbatch_size, shape.num_pipelines)
+        room = problem.memory_limits[devices].min(axis=1)
+        recompute = recompute_of_stages(problem, layers, shape.microbatch_size, room)
+        prices = prices_of(problem, layers, shape.microbatch_size, shape.num_pipelines, recompute)
         layout = reorder_stages(prices, evaluate_layout(prices, devices, idle))
-        found.append(PlanDraft(shape=shape, layers_per_stage=layers, layout=layout))
+        found.append(_draft(shape, layers, recompute, layout))
     return min(found, key=lambda draft: draft.value)
+
+
+def _draft(
+    shape: PlanShape, layers: tuple[int, ...], recompute: tuple[bool, ...], layout: DeviceLayout
+) -> PlanDraft:
+    return PlanDraft(shape=shape, layers_per_stage=layers, recompute=recompute, layout=layout)
 
 
 def _partitioned_by_memory(
     problem: Problem, shape: PlanShape, devices: Ints, idle: Ints
 ) -> PlanDraft:
     """Return a draft with layers in proportion to memory; missing memory costs time."""
-    least = problem.least_memory(shape.microbatch_size)
+    size = shape.microbatch_size
+    least = problem.least_memory(size, recompute=problem.job.recompute != "never")
     single = [float(least[layer, layer + 1]) for layer in range(problem.num_layers)]
     room = problem.memory_limits[devices].min(axis=1)
     layers = partition_layers(single, (1 / np.minimum(room, sum(single))).tolist())
-    prices = prices_of(problem, layers, shape.microbatch_size, shape.num_pipelines)
-    layout = evaluate_layout(prices, devices, idle)
-    return PlanDraft(shape=shape, layers_per_stage=layers, layout=layout)
+    recompute = recompute_of_stages(problem, layers, size, room)
+    prices = prices_of(problem, layers, size, shape.num_pipelines, recompute)
+    return _draft(shape, layers, recompute, evaluate_layout(prices, devices, idle))
 
 
 def layers_for(
@@ -244,7 +273,8 @@ def layers_for(
     """Return the best numbers of layers for stages of these devices, [stage, pipeline].
 
     The work of a layer is that of a micro-batch, plus `per_byte` of its parameters: their gradient
-    exchange, divided by the micro-batches of a step. Raises PlanError if nothing fits.
+    exchange, divided by the micro-batches of a step. A stage that fits only if it recomputes also
+    runs the forward of its layers again. Raises PlanError if nothing fits.
     """
     layers = problem.layers(microbatch_size)
     sizes = np.array([0.0, *(float(layer.activation_bytes) for layer in layers)])
@@ -252,12 +282,20 @@ def layers_for(
     bandwidth = problem.links.bandwidth
     slowest = np.minimum(bandwidth[here, after], bandwidth[after, here]).min(axis=1)
     room = problem.memory_limits[devices].min(axis=1)
+    recomputes = recompute_if_needed(problem, microbatch_size, room)
+    least = np.where(
+        recomputes,
+        problem.least_memory(microbatch_size, recompute=True),
+        problem.least_memory(microbatch_size),
+    )
+    forward = np.cumsum([0.0, *(layer.forward for layer in layers)])
     return partition_layers(
         [layer.forward + layer.backward + per_byte * layer.parameter_bytes for layer in layers],
         (1 / np.array(problem.speeds))[devices].max(axis=1).tolist(),
         num_microbatches=num_microbatches,
         transfers=sizes[None, :] / slowest[:, None],
-        fits=problem.least_memory(microbatch_size)[None, :, :] <= room[:, None, None],
+        fits=least <= room[:, None, None],
+        extra=np.where(recomputes, forward[None, :] - forward[:, None], 0.0),
     )
 
 

@@ -117,11 +117,15 @@ def anneal_layout(
 
 
 def prices_of(
-    problem: Problem, layers_per_stage: Sequence[int], microbatch_size: int, num_pipelines: int
+    problem: Problem,
+    layers_per_stage: Sequence[int],
+    microbatch_size: int,
+    num_pipelines: int,
+    recompute: Sequence[bool] = (),
 ) -> "LayoutPrices":
     from polyrhythm.plan.layout_kernel import LayoutPrices
 
-    stages = problem.stages(layers_per_stage, microbatch_size)
+    stages = problem.stages(layers_per_stage, microbatch_size, recompute)
     links, sync = problem.links, Sync(problem.job.sync)
     apart = ~np.eye(problem.num_devices, dtype=bool)
     per_byte = np.divide(1.0, links.bandwidth, out=np.zeros_like(links.bandwidth), where=apart)
@@ -153,7 +157,7 @@ def prices_of(
                 egress + egress.T,
             ]
         ),
-        _over(problem, layers_per_stage, microbatch_size, work.sum() * num_microbatches),
+        _over(problem, layers_per_stage, microbatch_size, recompute, work.sum() * num_microbatches),
         float(num_microbatches),
         float(group - 1),
         problem.job.objective == "cost",
@@ -163,7 +167,11 @@ def prices_of(
 
 
 def _over(
-    problem: Problem, layers_per_stage: Sequence[int], microbatch_size: int, work: float
+    problem: Problem,
+    layers_per_stage: Sequence[int],
+    microbatch_size: int,
+    recompute: Sequence[bool],
+    work: float,
 ) -> Floats:
     """Return the penalty [stage, device] of a device that cannot hold a stage and a micro-batch."""
     over = np.zeros((len(layers_per_stage), problem.num_devices))
@@ -173,7 +181,9 @@ def _over(
     for stage, count in enumerate(layers_per_stage):
         layers = range(end, end + count)
         end = layers.stop
-        bytes_needed = needed(problem.memory(layers, microbatch_size), in_flight=1, window=0)
+        recomputed = layers if recompute and recompute[stage] else ()
+        memory = problem.memory(layers, microbatch_size, recomputed)
+        bytes_needed = needed(memory, in_flight=1, window=0)
         missing = np.maximum(0.0, bytes_needed - problem.memory_limits)
         over[stage] = np.where(missing > 0, _NO_ROOM * work * (1 + missing / bytes_needed), 0.0)
     return over

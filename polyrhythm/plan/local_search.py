@@ -1,6 +1,7 @@
 """Refine a plan by simulating small changes, which estimates do not distinguish.
 
-Layers move between stages, micro-batches between pipelines, and stages swap. A change that improves
+Layers move between stages, micro-batches between pipelines, stages swap, and begin or cease to
+recompute. A change that improves
 the simulated step is kept, until none does or enough were tried. Then the pipeline whose first
 device is nearest to all others becomes the first one: rank 0 has the coordinator.
 """
@@ -13,6 +14,7 @@ from polyrhythm.plan.draft import assign_microbatches
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import Prediction, paces, predict
 from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.recompute import recompute_changes, recompute_choices
 
 _MAX_ACTIONS = 120_000  # simulated, over all changes: a second or two
 _MAX_CHANGES = 100
@@ -62,10 +64,12 @@ def _changed(plan: Plan, problem: Problem) -> Iterator[Plan]:
     """Yield plans with one small change, with schedules chosen again unless the job fixes them."""
     opened = tuple(replace(p, schedule=problem.job.schedule) for p in plan.pipelines)
     plan = replace(plan, pipelines=opened, predicted=None)
-    for changed in (*_stages_swapped(plan), *_layers_moved(plan)):
-        yield changed
-        if problem.job.unequal and (reassigned := _reassigned(changed, problem)) != changed:
-            yield reassigned
+    for moved in (*_stages_swapped(plan), *_layers_moved(plan)):
+        for changed in recompute_choices(moved, problem):
+            yield changed
+            if problem.job.unequal and (reassigned := _reassigned(changed, problem)) != changed:
+                yield reassigned
+    yield from recompute_changes(plan, problem)
     if problem.job.unequal:
         yield from _microbatches_moved(plan)
 

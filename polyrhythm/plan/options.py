@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from polyrhythm.errors import PlanError
 
 Objective = Literal["time", "cost", "both"]
+Recompute = Literal["auto", "never", "always"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,9 @@ class PlanOptions:
     """Optimizer bytes per byte of parameters: 2 for Adam, 6 for float32 Adam on float16 weights."""
     memory_reserve: float = 0.1
     """Fraction of each device's memory that stays free."""
+    recompute: Recompute = "auto"
+    """Recompute activations in the backward (activation checkpointing): auto on the stages whose
+    memory would not suffice, or that are faster with it; never; or always, on all stages."""
 
     def job(self, batch_size: int) -> "TrainingJob":
         """Return the job with these options; `batch_size` samples per step, over all pipelines."""
@@ -56,6 +60,12 @@ class TrainingJob(PlanOptions):
                 f"objective={self.objective!r}",
                 expected=f"one of {', '.join(get_args(Objective))}",
                 fix="use time, cost or both",
+            )
+        if self.recompute not in get_args(Recompute):
+            raise PlanError(
+                f"recompute={self.recompute!r}",
+                expected=f"one of {', '.join(get_args(Recompute))}",
+                fix="use auto, never or always",
             )
         for name in ("batch_size", "num_stages", "num_pipelines", "microbatch_size"):
             value = getattr(self, name)

@@ -31,12 +31,14 @@ def partition_layers(
     num_microbatches: float = math.inf,
     transfers: Floats | None = None,
     fits: NDArray[np.bool_] | None = None,
+    extra: Floats | None = None,
 ) -> tuple[int, ...]:
     """Return the number of layers of each stage.
 
     `work` is per layer, `slowness` per stage; micro-batches are those of a pipeline in a step.
     `transfers[s, n]` is the time of the link after stage s if n layers are before it;
-    `fits[s, a, b]` whether stage s can hold layers a to b. Raises PlanError if nothing fits.
+    `fits[s, a, b]` whether stage s can hold layers a to b, and `extra[s, a, b]` the work that it
+    has then besides that of its layers. Raises PlanError if nothing fits.
     """
     num_layers, num_stages = len(work), len(slowness)
     if num_stages > num_layers:
@@ -55,7 +57,8 @@ def partition_layers(
     elapsed = np.zeros(num_layers + 1)  # of one micro-batch in the stages before
     choices = []
     for stage, slow in enumerate(slowness):
-        takes = np.where(ordered, inside * slow, np.inf)
+        all_work = inside if extra is None else inside + extra[stage]
+        takes = np.where(ordered, all_work * slow, np.inf)
         if fits is not None:
             takes = np.where(fits[stage], takes, np.inf)
         waited = elapsed[:, None] / num_microbatches

@@ -62,6 +62,14 @@ class PipelinePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRegion:
+    """The devices of a region: inside it GPUs communicate over NCCL, between regions over gloo."""
+
+    name: str
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePart:
     """A part of a step's time, with its activity."""
 
@@ -103,9 +111,12 @@ class Plan:
     pipelines: tuple[PipelinePlan, ...]
     microbatch_size: int | None = None  # samples
     sync: str = "all_reduce"  # sync mode of the replicas
+    # Per stage, whether its layers recompute activations in the backward; empty if none does.
+    recompute: tuple[bool, ...] = ()
     cluster: str = ""  # name of the cluster that it was made for
     model: str = ""
     left_out: tuple[str, ...] = ()  # devices without work
+    regions: tuple[PlanRegion, ...] = ()  # of the cluster; empty if it has only one
     predicted: PredictedStep | None = None
     sources: Sources | None = None
 
@@ -128,7 +139,21 @@ class Plan:
                 expected="1 or more samples",
                 fix="use a size that the model was profiled with",
             )
+        if len(self.recompute) not in (0, self.num_stages):
+            raise PlanError(
+                f"recompute={list(self.recompute)} for {self.num_stages} stages",
+                expected="true or false for each stage, or nothing",
+                fix="write one value per stage, or omit recompute",
+            )
+        if not any(self.recompute):
+            object.__setattr__(self, "recompute", ())  # equal plans compare equal
         self._check_devices()
+
+    def region_of(self, worker: Worker) -> str:
+        """Return the region of a worker's device; all are in one region if the plan has none."""
+        devices = self.pipelines[worker.pipeline].devices
+        device = devices[worker.stage] if devices else ""
+        return next((region.name for region in self.regions if device in region.devices), "")
 
     @property
     def num_stages(self) -> int:
@@ -159,6 +184,10 @@ class Plan:
 
     def layers(self, stage: int) -> range:
         return range(*self._bounds[stage])
+
+    def recomputes(self, stage: int) -> bool:
+        """Return whether the layers of a stage recompute their activations in the backward."""
+        return bool(self.recompute) and self.recompute[stage]
 
     def replicas(self, stage: int) -> tuple[Worker, ...]:
         """Return the workers of one stage, which average with one another."""

@@ -73,10 +73,11 @@ def _table(plan: Plan) -> dict[str, object]:
     given = asdict(plan)
     table = {
         key: given[key]
-        for key in ("cluster", "model", "layers_per_stage", "microbatch_size", "sync")
+        for key in ("cluster", "model", "layers_per_stage", "recompute", "microbatch_size", "sync")
     }
     table["pipelines"] = [_known(asdict(pipeline)) for pipeline in plan.pipelines]
     table["left_out"] = plan.left_out
+    table["regions"] = tuple(asdict(region) for region in plan.regions)
     if plan.predicted is not None:
         table["predicted"] = _known(
             {

@@ -25,8 +25,9 @@ from polyrhythm.cost.step import (
 from polyrhythm.cost.sync import GROUP_SIZE, Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
-from polyrhythm.plan.plan import PipelinePlan, Plan, TimePart
+from polyrhythm.plan.plan import DevicePart, PipelinePlan, Plan, TimePart
 from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.recompute import recomputed_layers
 from polyrhythm.schedule.plan_schedules import choose_schedule
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import AUTO, Bytes, Seconds
@@ -134,7 +135,8 @@ def check(plan: Plan, problem: Problem) -> None:
 def _step(plan: Plan, problem: Problem) -> StepSpec:
     """Return the step without its replicas, whose schedules are not known yet."""
     assert plan.microbatch_size is not None, "checked"
-    return problem.step(plan.layers_per_stage, plan.microbatch_size, plan.sync)
+    size = plan.microbatch_size
+    return problem.step(plan.layers_per_stage, size, plan.sync, plan.recompute)
 
 
 def _runs(pipeline: PipelinePlan, problem: Problem) -> tuple[StageRun, ...]:
@@ -154,13 +156,15 @@ def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) 
     assert pipeline.num_microbatches is not None, "checked"
     max_in_flight = []
     for part in pipeline.parts:
-        layers = _layers(plan, part.first, part.end)
-        device = problem.index[part.device]
         fits = problem.max_in_flight(
-            device, layers, plan.microbatch_size, pipeline.num_microbatches
+            problem.index[part.device],
+            _layers(plan, part.first, part.end),
+            plan.microbatch_size,
+            pipeline.num_microbatches,
+            recomputed_layers(plan, part),
         )
         if fits < 1:
-            raise _too_large(part.device, layers, plan.microbatch_size, problem)
+            raise _too_large(part, plan, problem)
         max_in_flight.append(fits)
     if pipeline.schedule != AUTO:
         return pipeline
@@ -179,17 +183,23 @@ def _replica(runs: tuple[StageRun, ...], pipeline: PipelinePlan) -> Replica:
     return Replica(runs=runs, schedule=schedule)
 
 
-def _too_large(device: str, layers: range, size: int, problem: Problem) -> PlanError:
-    index = problem.index[device]
+def _too_large(part: DevicePart, plan: Plan, problem: Problem) -> PlanError:
+    index, layers = problem.index[part.device], _layers(plan, part.first, part.end)
     limit, total = problem.limit(index), problem.cluster.devices[index].memory
     assert limit is not None, "without a limit everything fits"
     assert total is not None, "it has a limit"
-    lacking = needed(problem.memory(layers, size), in_flight=1, window=0) - limit
+    assert plan.microbatch_size is not None, "checked"
+    recomputed = recomputed_layers(plan, part)
+    memory = problem.memory(layers, plan.microbatch_size, recomputed)
+    lacking = needed(memory, in_flight=1, window=0) - limit
+    smallest = problem.memory(layers, plan.microbatch_size, layers)
+    saved = needed(memory, in_flight=1, window=0) - needed(smallest, in_flight=1, window=0)
+    recomputation = f"recompute in its stages (saves {saved / 2**30:.2f} GiB), " * (saved > 0)
     return PlanError(
         f"layers {layers.start} to {layers.stop - 1} need {lacking / 2**30:.2f} GiB more than "
-        f"{device!r} has to give: {limit / 2**30:.2f} of {total / 2**30:.2f} GiB",
+        f"{part.device!r} has to give: {limit / 2**30:.2f} of {total / 2**30:.2f} GiB",
         expected="the weights, their gradients and optimizer state, and one micro-batch to fit",
-        fix="use more stages, smaller micro-batches, activation checkpointing, or a larger device",
+        fix=f"use {recomputation}more stages, smaller micro-batches, or a larger device",
     )
 
 
@@ -202,7 +212,8 @@ def _uses(
         for place, part in enumerate(pipeline.parts):
             layers = _layers(plan, part.first, part.end)
             in_flight = peak_in_flight(replicas[number].schedule[place])
-            memory = problem.memory(layers, plan.microbatch_size)
+            recomputed = recomputed_layers(plan, part)
+            memory = problem.memory(layers, plan.microbatch_size, recomputed)
             one = times[number].forward[place] + times[number].backward[place]
             index = problem.index[part.device]
             use = DeviceUse(

@@ -1,6 +1,6 @@
 """The planning problem in numbers: devices, links, layers and the job."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -10,11 +10,16 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from polyrhythm.cost.memory import StageMemory, max_in_flight
-from polyrhythm.cost.step import StageWork, StepSpec
+from polyrhythm.cost.memory import (
+    StageMemory,
+    max_in_flight,
+    peak_temporary,
+    recomputed_activations,
+)
+from polyrhythm.cost.step import StageWork, StepSpec, recomputing
 from polyrhythm.cost.sync import Links, Sync
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.describe.model import Layer, ModelProfile
+from polyrhythm.describe.model import Layer, ModelProfile, recompute_blocks, recompute_bytes
 from polyrhythm.describe.speed import fit_speeds
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.options import TrainingJob
@@ -28,13 +33,17 @@ class Problem:
     cluster: Cluster
     profile: ModelProfile
     job: TrainingJob
-    _stages: dict[tuple[tuple[int, ...], int], tuple[StageWork, ...]] = field(
+    _stages: dict[tuple[tuple[int, ...], int, tuple[bool, ...]], tuple[StageWork, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _layers: dict[int, tuple[Layer, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _least: dict[int, NDArray[np.float64]] = field(
+    _least: dict[tuple[int, bool], NDArray[np.float64]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    _kept: dict[int, list[Bytes]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -99,13 +108,14 @@ class Problem:
         return self._layers[microbatch_size]
 
     def stages(
-        self, layers_per_stage: Sequence[int], microbatch_size: int
+        self, layers_per_stage: Sequence[int], microbatch_size: int, recompute: Sequence[bool] = ()
     ) -> tuple[StageWork, ...]:
-        key = tuple(layers_per_stage), microbatch_size
+        """Return the work of each stage; `recompute` is that of a plan."""
+        key = tuple(layers_per_stage), microbatch_size, tuple(recompute)
         if key not in self._stages:
             layers = self.layers(microbatch_size)
             ends = list(accumulate(layers_per_stage, initial=0))
-            self._stages[key] = tuple(
+            plain = [
                 StageWork(
                     forward=sum(layer.forward for layer in layers[a:b]),
                     backward=sum(layer.backward for layer in layers[a:b]),
@@ -115,21 +125,34 @@ class Problem:
                     parameter_bytes=sum(layer.parameter_bytes for layer in layers[a:b]),
                 )
                 for a, b in pairwise(ends)
+            ]
+            flags = recompute or (False,) * len(plain)
+            self._stages[key] = tuple(
+                recomputing(stage) if recomputes else stage
+                for stage, recomputes in zip(plain, flags, strict=True)
             )
         return self._stages[key]
 
-    def step(self, layers_per_stage: Sequence[int], microbatch_size: int, sync: str) -> StepSpec:
+    def step(
+        self,
+        layers_per_stage: Sequence[int],
+        microbatch_size: int,
+        sync: str,
+        recompute: Sequence[bool] = (),
+    ) -> StepSpec:
         """Return a step without its replicas."""
         return StepSpec(
             replicas=(),
-            stages=self.stages(layers_per_stage, microbatch_size),
+            stages=self.stages(layers_per_stage, microbatch_size, recompute),
             speeds=self.speeds,
             links=self.links,
             sync=Sync(sync),
         )
 
-    def memory(self, layers: range, microbatch_size: int) -> StageMemory:
-        """Return the memory of consecutive layers on one device.
+    def memory(
+        self, layers: range, microbatch_size: int, recomputed: Collection[int] = ()
+    ) -> StageMemory:
+        """Return the memory of consecutive layers on one device, of which some are recomputed.
 
         A micro-batch in flight also holds a message from the previous stage and one to it.
         """
@@ -137,33 +160,97 @@ class Problem:
         inside = table[layers.start : layers.stop]
         before = table[layers.start - 1].activation_bytes if layers.start else 0
         weights = sum(layer.parameter_bytes for layer in inside)
+        kept = self._recompute_bytes(microbatch_size)
+        blocks = (
+            [[i for i in block if i in layers and i in recomputed] for block in self._blocks]
+            if recomputed
+            else []
+        )
+        activations = recomputed_activations(
+            [sum(table[i].stored_bytes for i in block) for block in blocks],
+            [sum(kept[i] for i in block) for block in blocks],
+        )
+        stored = sum(table[i].stored_bytes for i in layers if i not in recomputed)
+        held = [kept[i] if i in recomputed else table[i].stored_bytes for i in layers]
+        temporary = peak_temporary([layer.temporary_bytes or 0 for layer in inside], held)
         return StageMemory(
             weights=weights,
             gradients=int(weights * self.job.gradient_bytes),
             optimizer=int(weights * self.job.optimizer_bytes),
-            activation=sum(layer.stored_bytes for layer in inside) + 2 * before,
+            activation=stored + activations.per_microbatch + 2 * before,
             message=0,
+            recomputed=activations.recomputed,
+            cast=sum(layer.cast_bytes or 0 for layer in inside),
+            temporary=temporary + (self.profile.workspace_bytes or 0),
         )
 
-    def least_memory(self, microbatch_size: int) -> NDArray[np.float64]:
+    @cached_property
+    def _blocks(self) -> list[range]:
+        return recompute_blocks(self.profile.layers)
+
+    def _recompute_bytes(self, microbatch_size: int) -> list[Bytes]:
+        if microbatch_size not in self._kept:
+            self._kept[microbatch_size] = recompute_bytes(self.layers(microbatch_size))
+        return self._kept[microbatch_size]
+
+    def least_memory(self, microbatch_size: int, *, recompute: bool = False) -> NDArray[np.float64]:
         """Return [a, b]: the memory of layers a to b with one micro-batch; inf if b <= a."""
-        if microbatch_size not in self._least:
+        key = microbatch_size, recompute
+        if key not in self._least:
             layers = self.layers(microbatch_size)
             weights = np.cumsum([0, *(layer.parameter_bytes for layer in layers)])
-            stored = np.cumsum([0, *(layer.stored_bytes for layer in layers)])
+            held = [layer.stored_bytes for layer in layers]
             before = np.array([0, *(2 * layer.activation_bytes for layer in layers)])
             per_weight = 1 + self.job.gradient_bytes + self.job.optimizer_bytes
             total = per_weight * (weights[None, :] - weights[:, None]) + before[:, None]
-            total = total + (stored[None, :] - stored[:, None])
+            cast = np.cumsum([0, *(layer.cast_bytes or 0 for layer in layers)])
+            total = total + (cast[None, :] - cast[:, None]) + (self.profile.workspace_bytes or 0)
+            if recompute:
+                held = self._recompute_bytes(microbatch_size)
+                total = total + self._largest_rests(microbatch_size)
+            activations = np.cumsum([0, *held])
+            total = total + (activations[None, :] - activations[:, None])
+            total = total + self._peak_temporaries(microbatch_size, activations)
             order = np.arange(len(layers) + 1)
-            self._least[microbatch_size] = np.where(order[:, None] < order, total, np.inf)
-        return self._least[microbatch_size]
+            self._least[key] = np.where(order[:, None] < order, total, np.inf)
+        return self._least[key]
+
+    def _largest_rests(self, microbatch_size: int) -> NDArray[np.float64]:
+        """Return [a, b]: what a backward recomputes at once if layers a to b are one stage."""
+        layers, kept = self.layers(microbatch_size), self._recompute_bytes(microbatch_size)
+        starts = {block.start for block in self._blocks}
+        largest = np.zeros((len(layers) + 1, len(layers) + 1))
+        for first in range(len(layers)):
+            rest = 0
+            for layer in range(first, len(layers)):
+                own = layers[layer].stored_bytes - kept[layer]
+                rest = own if layer in starts else rest + own
+                largest[first, layer + 1] = max(largest[first, layer], rest)
+        return largest
+
+    def _peak_temporaries(
+        self, microbatch_size: int, held: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Return [a, b]: `peak_temporary` of layers a to b; `held`: the sum before each layer."""
+        own = np.array([layer.temporary_bytes or 0 for layer in self.layers(microbatch_size)])
+        peaks = np.zeros((len(own) + 1, len(own) + 1))
+        if not own.any():
+            return peaks
+        for first in range(len(own)):
+            with_earlier = np.maximum.accumulate((own + held[1:])[first:])
+            peaks[first, first + 1 :] = np.maximum(0, with_earlier - held[first + 1 :])
+        return peaks
 
     def max_in_flight(
-        self, device: int, layers: range, microbatch_size: int, num_microbatches: int
+        self,
+        device: int,
+        layers: range,
+        microbatch_size: int,
+        num_microbatches: int,
+        recomputed: Collection[int] = (),
     ) -> int:
         """Return how many micro-batches fit; 0 if not even one."""
-        limit, memory = self.limit(device), self.memory(layers, microbatch_size)
+        limit, memory = self.limit(device), self.memory(layers, microbatch_size, recomputed)
         if limit is None:
             return num_microbatches
         return max_in_flight(memory, limit, num_microbatches, window=0)

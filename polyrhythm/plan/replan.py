@@ -20,11 +20,13 @@ from polyrhythm.plan.draft import (
     draft_to_plan,
     draft_with_devices,
     improve_draft,
+    regions_of,
 )
 from polyrhythm.plan.migration import Migration, migration, minimize_moves
 from polyrhythm.plan.plan import PipelinePlan, Plan
-from polyrhythm.plan.predict import Prediction, predict
+from polyrhythm.plan.predict import Prediction, check, predict
 from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.recompute import recompute_choices
 from polyrhythm.plan.search import PlanResult, SearchProgress, predictions, with_predicted_step
 from polyrhythm.plan.shapes import infeasible_error, sizes_for
 from polyrhythm.plan.step_bound import step_bound
@@ -112,14 +114,26 @@ def _options(
         for plan in plans:
             if not _meets_constraints(plan, problem):
                 continue
-            with contextlib.suppress(PlanError):  # a device is gone, or is too small now
-                yield _option(what, running, reset_schedules(plan, problem), problem)
+            for choice in _recompute_choices(reset_schedules(plan, problem), problem):
+                with contextlib.suppress(PlanError):  # a device is gone, or is too small now
+                    yield _option(what, running, choice, problem)
     try:
         found = predictions(problem, seed=seed, on_progress=on_progress)
     except PlanError:
         return
     for prediction in found:
         yield _option("new", running, minimize_moves(running, prediction.plan, problem), problem)
+
+
+def _recompute_choices(plan: Plan, problem: Problem) -> list[Plan]:
+    """Return the plan as it is, if the job allows that, and with recomputation chosen again."""
+    try:
+        check(plan, problem)
+    except PlanError:  # a device is gone
+        return []
+    choices = recompute_choices(plan, problem)
+    kept = [plan] if problem.job.recompute == "auto" else []
+    return kept + [choice for choice in choices if choice not in kept]
 
 
 def _meets_constraints(plan: Plan, problem: Problem) -> bool:
@@ -144,7 +158,7 @@ def _option(what: str, running: Plan, plan: Plan, problem: Problem) -> _Option:
 def _work(plan: Plan) -> object:
     """Return the parts of a plan whose change needs a restart; schedules may change at run time."""
     pipelines = {(p.devices, p.num_microbatches) for p in plan.pipelines}
-    return plan.layers_per_stage, plan.microbatch_size, plan.sync, pipelines
+    return plan.layers_per_stage, plan.recompute, plan.microbatch_size, plan.sync, pipelines
 
 
 def reset_schedules(plan: Plan, problem: Problem) -> Plan:
@@ -156,6 +170,7 @@ def reset_schedules(plan: Plan, problem: Problem) -> Plan:
         pipelines=pipelines,
         sync=problem.job.sync,
         left_out=tuple(d.name for d in problem.cluster.devices if d.name not in used),
+        regions=regions_of(problem.cluster),
         predicted=None,
     )
 

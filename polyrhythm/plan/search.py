@@ -28,6 +28,7 @@ from polyrhythm.plan.local_search import refine_plan
 from polyrhythm.plan.plan import PredictedStep
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.recompute import recompute_choices
 from polyrhythm.plan.shapes import infeasible_error, shapes, sizes_for
 from polyrhythm.plan.step_bound import least_price, least_step, step_bound
 from polyrhythm.plan.unequal_pipelines import unequal_plans
@@ -98,6 +99,7 @@ def predictions(
         plans += unequal_plans(problem, sizes_for(problem), below=lowest)
     found: list[Prediction] = []
     reasons: list[UserError] = []
+    plans = [choice for plan in plans for choice in recompute_choices(plan, problem)]
     reporter.total = reporter.done + len(plans) + 1
     for number, plan in enumerate(plans):
         reporter.report(f"simulating plan {number + 1} of {len(plans)}")

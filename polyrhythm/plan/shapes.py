@@ -95,7 +95,8 @@ def _rounded(batch: int, size: int) -> int:
 
 def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:
     """Return the error for the most favourable case: smallest micro-batches and most stages."""
-    least = problem.least_memory(microbatch_size)
+    is_never = problem.job.recompute == "never"
+    least = problem.least_memory(microbatch_size, recompute=not is_never)
     limits = problem.memory_limits
     single = [float(least[i, i + 1]) for i in range(problem.num_layers)]
     largest, roomiest = int(np.argmax(single)), int(np.argmax(limits))
@@ -132,7 +133,8 @@ def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:
         f"{layers.start} to {layers.stop - 1}) needs {(has + most) / _GIB:.2f} GiB and {name!r} "
         f"has {has / _GIB:.2f} GiB to give",
         expected="every stage to fit, with its weights, gradients, optimizer state and one "
-        f"micro-batch of {microbatch_size}",
+        f"micro-batch of {microbatch_size}" + ", recomputed" * (not is_never),
         fix=f"add a device, or {most / _GIB:.2f} GiB to {name!r}; or use smaller micro-batches, "
-        "more stages, activation checkpointing, a lighter optimizer or a smaller memory reserve",
+        f"more stages, {'recompute=auto, ' * is_never}a lighter optimizer or a smaller memory "
+        "reserve",
     )

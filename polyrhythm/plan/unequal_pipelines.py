@@ -7,6 +7,7 @@ teams split more finely. Micro-batches are assigned to teams by speed. Then devi
 teams, or out, while the estimate improves.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -22,6 +23,7 @@ from polyrhythm.plan.draft import assemble_plan, assign_microbatches, layers_for
 from polyrhythm.plan.layout import distances
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
+from polyrhythm.plan.recompute import recompute_if_needed
 from polyrhythm.types import Seconds
 
 Teams = tuple[tuple[int, ...], ...]  # devices of each pipeline, in the order of its stages
@@ -144,12 +146,24 @@ def _split_at_boundaries(
     """Return a step of the stages defined by all boundaries, with runs of stages, not of layers."""
     ends = sorted({run.end for team in runs for run in team})
     stage_at = {0: 0} | {end: number + 1 for number, end in enumerate(ends)}
-    step = problem.step([b - a for a, b in pairwise([0, *ends])], size, problem.job.sync)
+    counts = [b - a for a, b in pairwise([0, *ends])]
+    step = problem.step(counts, size, problem.job.sync, _recompute(problem, runs, size))
     cut = [
         tuple(StageRun(run.device, stage_at[run.first], stage_at[run.end]) for run in team)
         for team in runs
     ]
     return replace(step, replicas=tuple(Replica(runs=team, schedule=()) for team in cut))
+
+
+def _recompute(problem: Problem, runs: Sequence[Sequence[StageRun]], size: int) -> tuple[bool, ...]:
+    """Return which stages, defined by all boundaries, recompute: those that a team needs to."""
+    recomputed: set[int] = set()
+    for run in itertools.chain.from_iterable(runs):
+        room = problem.memory_limits[run.device]
+        if recompute_if_needed(problem, size, room)[run.first, run.end]:
+            recomputed |= set(range(run.first, run.end))
+    ends = sorted({run.end for team in runs for run in team})
+    return tuple(end - 1 in recomputed for end in ends)
 
 
 def _climbed(outline: _Outline, outliner: _Outliner) -> _Outline:
@@ -205,4 +219,5 @@ def _plan(problem: Problem, outline: _Outline) -> Plan:
         tuple(b - a for a, b in pairwise([0, *ends])),
         zip(devices, outline.num_microbatches, strict=True),
         left_out=[device for device in range(problem.num_devices) if device not in used],
+        recompute=_recompute(problem, outline.runs, outline.microbatch_size),
     )

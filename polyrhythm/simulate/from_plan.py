@@ -64,7 +64,7 @@ def planned_job(
     assert plan.microbatch_size is not None, "predict refuses a plan without micro-batch size"
     name = plan.sync if sync is None else sync
     mode = SyncMode.named(_SIMULATED_AS.get(name, name))
-    stages = problem.stages(plan.layers_per_stage, plan.microbatch_size)
+    stages = problem.stages(plan.layers_per_stage, plan.microbatch_size, plan.recompute)
     setup = Setup(
         policy="all_reduce" if mode.decoupled else mode.name,
         num_stages=plan.num_stages,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyrhythm.cost.memory import MemoryBudget, StageMemory, needed
+from polyrhythm.cost.memory import MemoryBudget, StageMemory, needed, peak_temporary
 from polyrhythm.errors import DescriptionError
 
 amounts = st.integers(0, 10**12)
@@ -15,12 +15,37 @@ stages = st.builds(
     optimizer=amounts,
     activation=amounts,
     message=amounts,
+    recomputed=amounts,
+    cast=amounts,
+    temporary=amounts,
 )
 
 
 def test_every_term_is_counted_once() -> None:
-    stage = StageMemory(weights=1, gradients=20, optimizer=300, activation=4000, message=50000)
-    assert needed(stage, in_flight=2, window=3) == 158321
+    stage = StageMemory(
+        weights=1,
+        gradients=20,
+        optimizer=300,
+        activation=4000,
+        message=50000,
+        recomputed=600000,
+        cast=7 * 10**6,
+        temporary=8 * 10**7,
+    )
+    assert needed(stage, in_flight=2, window=3) == 87758321
+
+
+def test_a_layer_runs_while_later_layers_hold_nothing() -> None:
+    assert peak_temporary([50, 30, 5], [10, 10, 10]) == 30  # the first: 50 less 20
+    assert peak_temporary([50, 45, 5], [10, 10, 10]) == 35
+    assert peak_temporary([5, 5], [10, 10]) == 5
+    assert peak_temporary([], []) == 0
+
+
+@given(st.lists(st.tuples(amounts, amounts), min_size=1))
+def test_temporary_memory_is_at_least_that_of_the_last_layer(layers: list[tuple[int, int]]) -> None:
+    temporary, held = zip(*layers, strict=True)
+    assert temporary[-1] <= peak_temporary(temporary, held) <= max(temporary)
 
 
 @given(stages, amounts, st.integers(0, 4), st.integers(1, 40))

@@ -94,12 +94,25 @@ def test_merged_layer_is_the_sum_of_its_layers() -> None:
     whole = profile(4)
     joined = merge_layers(whole, (1, 3))
     first, rest = joined.layers
-    assert first == whole.layers[0]
+    assert (first.name, first.sizes[0].forward) == ("0", whole.layers[0].sizes[0].forward)
     assert rest.forward == pytest.approx(sum(layer.forward for layer in whole.layers[1:]))
     assert rest.parameter_bytes == 300_000
     assert rest.activation_bytes == whole.layers[3].activation_bytes
     assert joined.microbatch_sizes == whole.microbatch_sizes
     assert joined.at(1).layers[1].stored_bytes == 3000
+    assert rest.recompute_bytes == sum(layer.activation_bytes for layer in whole.layers[:3])
+
+
+def test_merged_layer_has_the_temporary_memory_of_its_layers() -> None:
+    whole = profile(3)
+    measured = tuple(
+        replace(layer, temporary_bytes=each, cast_bytes=7, sizes=())
+        for layer, each in zip(whole.layers, (10**9, 0, 50), strict=True)
+    )
+    first, rest = merge_layers(replace(whole, layers=measured), (1, 2)).layers
+    assert (first.temporary_bytes, first.cast_bytes) == (10**9, 7)
+    assert (rest.temporary_bytes, rest.cast_bytes) == (50, 14)
+    assert merge_layers(whole, (1, 2)).layers[1].temporary_bytes is None
 
 
 def test_more_devices_than_layers_become_pipelines() -> None:

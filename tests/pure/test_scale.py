@@ -55,6 +55,7 @@ def clusters(draw) -> Cluster:
         latency=matrix(st.integers(0, 1000).map(lambda ms: ms / 1e3)),
         bandwidth=matrix(st.floats(1e3, 1e10)),
         latency_spread=matrix(st.floats(0, 1)) if draw(st.booleans()) else (),
+        nccl_bandwidth=matrix(st.floats(0, 1e12)) if draw(st.booleans()) else (),
     )
 
 
@@ -198,6 +199,8 @@ def test_fewer_devices_are_the_first_of_each_region_and_keep_their_links(cluster
     for i, row in enumerate(fewer.latency_spread):
         assert row == tuple(cluster.latency_spread[kept[i]][j] for j in kept)
     assert bool(fewer.latency_spread) == bool(cluster.latency_spread)
+    for i, row in enumerate(fewer.nccl_bandwidth):
+        assert row == tuple(cluster.nccl_bandwidth[kept[i]][j] for j in kept)
 
 
 @given(clusters())

@@ -47,6 +47,8 @@ def clusters(draw: st.DrawFn) -> Cluster:
         bandwidth=matrix(),
         latency_spread=draw(st.sampled_from([(), matrix()])),
         bandwidth_spread=draw(st.sampled_from([(), matrix()])),
+        nccl_latency=draw(st.sampled_from([(), matrix()])),
+        nccl_bandwidth=draw(st.sampled_from([(), matrix()])),
     )
 
 
