@@ -23,7 +23,9 @@ from polyrhythm.sync.fusion.tuner import (
     BucketDecision,
     BucketMode,
     BucketTuner,
+    EqualWorkTuner,
     Space,
+    TimedStep,
 )
 from reproduction.dear.ring import Ring
 from reproduction.dear.search import GridSearch, RandomSearch
@@ -309,3 +311,57 @@ def test_invalid_tuner_arguments_are_refused() -> None:
         BayesianSearch(space=space).observe(BucketCandidate(FIRST), math.nan)
     with pytest.raises(PolicyError, match="num_measured=0"):
         BucketTuner(BayesianSearch(space=space), num_measured=0)
+
+
+def equal_work_tuner(noise: float | None = None) -> EqualWorkTuner:
+    """Two candidates, the modes: one size makes the same buckets as any other."""
+    space = Space(lambda _: 0)
+    return EqualWorkTuner(lambda: BucketTuner(BayesianSearch(space=space), noise=noise))
+
+
+def steps_of(tuner: EqualWorkTuner, work: str = "4 samples") -> list[TimedStep]:
+    """A plain all-reduce takes half as long."""
+    seconds = 1.0 if tuner.current.mode is BucketMode.DECOUPLED else 0.5
+    return [TimedStep(seconds, work)] * tuner.num_steps
+
+
+def test_steps_of_other_work_are_left_out() -> None:
+    """The last batch of an epoch is smaller on one worker, and takes no time."""
+    found = equal_work_tuner()
+    decisions = []
+    for _ in range(20):
+        full = steps_of(found)
+        partial = [TimedStep(0.001, "1 sample") if i % 3 == 2 else s for i, s in enumerate(full)]
+        decisions.append(found.after_steps([full, partial]))
+        if decisions[-1].is_final:
+            break
+    assert decisions[-1].candidate.mode is BucketMode.ALL_REDUCE
+    assert "0.5 s" in decisions[-1].why
+
+
+def test_slowest_worker_counts() -> None:
+    found = equal_work_tuner()
+    while not (
+        decision := found.after_steps([steps_of(found), [TimedStep(2.0)] * found.num_steps])
+    ).is_final:
+        pass
+    assert "2 s" in decision.why
+
+
+def test_search_restarts_when_the_usual_work_changes() -> None:
+    found = equal_work_tuner()
+    assert found.after_steps([steps_of(found)]).candidate.mode is BucketMode.ALL_REDUCE
+    again = found.after_steps([steps_of(found, "8 samples")])
+    assert "starts again" in again.why
+    assert again.candidate.mode is BucketMode.DECOUPLED
+    for number in range(2):
+        decision = found.after_steps([steps_of(found, f"{number} samples")])
+    assert decision.is_final, "after three changes"
+
+
+def test_tuner_stops_early_within_noise() -> None:
+    found, steps = equal_work_tuner(noise=0.03), [TimedStep(1.0)] * 12
+    assert not found.after_steps([steps]).is_final
+    decision = found.after_steps([[TimedStep(1.02)] * 12])
+    assert decision.is_final
+    assert "all of 2" in decision.why

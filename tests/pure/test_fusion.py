@@ -10,6 +10,7 @@ from polyrhythm.errors import DescriptionError
 from polyrhythm.sync.fusion.layers import (
     Buckets,
     LayerTimes,
+    bucket_bounds,
     by_bytes,
     by_count,
     check_buckets,
@@ -100,6 +101,28 @@ def test_decoupling_can_lose_with_long_backwards() -> None:
     assert times.coupled / times.decoupled == pytest.approx(4 / 4.5)
 
 
+@given(st.lists(st.integers(0, 100)), st.integers(1, 20), st.integers(1, 5))
+def test_bounds_cover_all_numbers_and_split_large_tensors_only(
+    sizes: list[int], first: int, factor: int
+) -> None:
+    most = first * factor
+    bounds, ends = bucket_bounds(sizes, first, most), [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    assert bounds[0] == 0
+    assert bounds[-1] == ends[-1]
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    assert all(0 < length <= most for length in lengths)
+    for bound in bounds:
+        inside = [size for size, (a, b) in zip(sizes, pairwise(ends), strict=True) if a < bound < b]
+        assert all(size > most for size in inside), "a tensor that fits is split"
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        num_tensors = sum(start <= a < b <= stop for a, b in pairwise(ends))
+        assert num_tensors <= 1 or stop - start <= most
+        if num_tensors > 1 and not any(size > most for size in sizes):
+            assert stop - start <= first * 2**number
+
+
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20), st.floats(0.1, 300))
 def test_buckets_by_bytes_are_as_large_as_allowed(sizes: list[float], most: float) -> None:
     buckets = by_bytes(sizes, most)
@@ -180,6 +203,7 @@ def test_buckets_that_omit_or_repeat_layers_are_refused(buckets: Buckets) -> Non
         lambda: Ring(latency=0.0, bandwidth=0.0),
         lambda: LayerTimes(size=-1, forward=0, backward=0),
         lambda: by_bytes([1.0], 0),
+        lambda: bucket_bounds([1], 2, 1),
         lambda: by_count(3, 0),
         lambda: bytescheduler([], Ring(latency=0, bandwidth=1), 2, piece=0),
     ],

@@ -69,3 +69,28 @@ def by_bytes(sizes: Sequence[Bytes], most: Bytes) -> Buckets:
         buckets.append(range(start, stop))
         stop = start
     return tuple(reversed(buckets))
+
+
+def bucket_bounds(sizes: Sequence[int], first: int, most: int) -> list[int]:
+    """Bounds of buckets of a flat buffer of tensors, in the order in which they are computed.
+
+    The first bucket has up to `first` numbers, so that the exchange starts early, each next one
+    twice as many, up to `most`. A bucket ends at the end of a tensor; a tensor with more than
+    `most` numbers is split, so that its parts can be exchanged one after the other.
+    """
+    if not 0 < first <= most:
+        raise DescriptionError(
+            f"buckets of {first} to {most} numbers",
+            expected="0 < first <= most",
+            fix="use 1 MB and 25 MB, as DDP does",
+        )
+    bounds, position, limit = [0], 0, first
+    for size in sizes:
+        if bounds[-1] < position and position + size - bounds[-1] > limit:
+            bounds.append(position)
+            limit = min(2 * limit, most)
+        position += size
+        while position - bounds[-1] > most:
+            bounds.append(bounds[-1] + most)
+            limit = most
+    return bounds if bounds[-1] == position else [*bounds, position]

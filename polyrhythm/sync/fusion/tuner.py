@@ -5,9 +5,10 @@ candidate with the largest expected improvement is tried. Plain all-reduces are 
 that tuning does not lose to them; so are hierarchical exchanges. At the end the two best are
 measured again, since the best of many noisy figures is in part the luckiest.
 
-There is no clock and no communication here. One worker gets the times that all agree on, and the
-others follow its decision: its arithmetic may differ from theirs in the last digit. Inside an
-optimizer step gradients must be enabled: the Gaussian process is fitted with them.
+There is no clock and no communication here. One worker gets the times of all, of which the slowest
+counts, and the others follow its decision: its arithmetic may differ from theirs in the last digit.
+Only steps of equal work are compared. Inside an optimizer step gradients must be enabled: the
+Gaussian process is fitted with them.
 
 Source: Zhang et al., "DeAR", ICDCS 2023, section IV.B.
 Departures: the size is on a log scale, of which 41 points are candidates; sizes that lead to the
@@ -22,6 +23,7 @@ from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean, median_low
+from statistics import mode as most_frequent
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.types import Bytes, Seconds
@@ -31,7 +33,10 @@ FIRST: Bytes = 25_000_000  # DDP's, and the paper's first trial
 _SECOND: Bytes = 5_000_000  # the paper's fixed buffer, half-way between FIRST and SMALLEST
 LARGEST: Bytes = 100_000_000
 SIZES = tuple(max(SMALLEST, round(FIRST * 10 ** (i / 20))) for i in range(-28, 13))  # 12 % apart
+ALL_SIZES = (FIRST, *SIZES)  # of candidates
 _CLOSE = 1.1  # up to this factor, a difference from the best may be noise
+NOISE = 0.03  # a smaller difference between all candidates is not worth more trials
+_MAX_RESTARTS = 2  # of a search, after a change of work
 
 
 class BucketMode(StrEnum):
@@ -73,7 +78,7 @@ class Space:
         self.modes = tuple(modes)
         alike: dict[Hashable, list[BucketCandidate]] = {}
         for mode in self.modes:
-            for size in (FIRST, *SIZES):
+            for size in ALL_SIZES:
                 candidate = BucketCandidate(size, mode)
                 alike.setdefault((mode, key(candidate)), []).append(candidate)
         self._alike = {members[0]: members for members in alike.values()}
@@ -118,6 +123,12 @@ class Search(ABC):
     @property
     def is_over(self) -> bool:
         return len(self._observed) >= min(self.num_trials, len(self.space))
+
+    def is_within(self, noise: float) -> bool:
+        """Whether all modes and two sizes were tried, and their times differ by less than this."""
+        times = [seconds for _, seconds in self.ranking]
+        is_tried = len(times) > len(self.space.modes) or self.is_over
+        return is_tried and max(times) <= (1 + noise) * min(times)
 
     @property
     def ranking(self) -> list[tuple[BucketCandidate, Seconds]]:
@@ -182,8 +193,18 @@ class BucketDecision:
 class BucketTuner:
     """Takes the time of every step, decides when to change the candidate, and finally settles."""
 
-    def __init__(self, search: Search, *, num_discarded: int = 2, num_measured: int = 10) -> None:
-        """Discard the first steps of each trial: buckets are new, and caches cold."""
+    def __init__(
+        self,
+        search: Search,
+        *,
+        num_discarded: int = 2,
+        num_measured: int = 10,
+        noise: float | None = None,
+    ) -> None:
+        """Discard the first steps of each trial: buckets are new, and caches cold.
+
+        With `noise`, stop early if the first trials differ by less than this fraction.
+        """
         if num_discarded < 0 or num_measured < 1:
             raise PolicyError(
                 f"num_discarded={num_discarded} num_measured={num_measured}",
@@ -194,7 +215,7 @@ class BucketTuner:
         self.num_steps = num_discarded + num_measured  # per decision: times may come all at once
         self.current = search.suggest()
         self.is_over = False
-        self._num_discarded = num_discarded
+        self._num_discarded, self._noise = num_discarded, noise
         self._seconds: list[Seconds] = []  # of the steps of this trial
         self._finalists: list[BucketCandidate] | None = None  # to be measured again
 
@@ -213,6 +234,9 @@ class BucketTuner:
 
     def _decide(self) -> BucketDecision:
         ranking = self.search.ranking
+        if self._noise is not None and self.search.is_within(self._noise):
+            why = f"all of {len(ranking)} take about {ranking[0][1]:.3g} s"
+            return BucketDecision(candidate=ranking[0][0], is_final=True, why=why)
         if not self.search.is_over:
             why = f"trial {len(ranking) + 1} of {self.search.num_trials} at most"
             return BucketDecision(candidate=self.search.suggest(), is_final=False, why=why)
@@ -226,6 +250,57 @@ class BucketTuner:
             return BucketDecision(candidate=self._finalists.pop(0), is_final=False, why=why)
         why = f"the best of {len(ranking)}, with {shortest:.3g} s"
         return BucketDecision(candidate=best, is_final=True, why=why)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """One step of one worker."""
+
+    seconds: Seconds
+    work: str = ""  # what the step computed: only steps of equal work are compared
+
+
+class EqualWorkTuner:
+    """Tunes by the steps of several workers, and leaves out those with other work than usual.
+
+    A last, smaller batch takes less time, whatever the buckets. If the usual work itself changes
+    (another schedule or batch size), the search starts again, a few times at most.
+    """
+
+    def __init__(self, new_tuner: Callable[[], BucketTuner]) -> None:
+        self._new_tuner, self._tuner = new_tuner, new_tuner()
+        self.num_steps = self._tuner.num_steps
+        self._usual: list[str] = []  # the work of a step, by worker
+        self._num_restarts = 0
+
+    @property
+    def current(self) -> BucketCandidate:
+        return self._tuner.current
+
+    def after_steps(self, steps: Sequence[Sequence[TimedStep]]) -> BucketDecision:
+        """Take the latest steps of each worker, all with the current candidate."""
+        usual = [most_frequent(step.work for step in of_worker) for of_worker in steps]
+        if self._usual and usual != self._usual:
+            return self._restart(usual)
+        self._usual = usual
+        for together in zip(*steps, strict=True):
+            if [step.work for step in together] == usual:
+                decision = self._tuner.after_step(max(step.seconds for step in together))
+                if decision is not None:
+                    return decision
+        why = "too few steps of equal work"
+        return BucketDecision(candidate=self.current, is_final=False, why=why)
+
+    def _restart(self, usual: list[str]) -> BucketDecision:
+        self._usual, self._num_restarts = usual, self._num_restarts + 1
+        if self._num_restarts > _MAX_RESTARTS:
+            ranking = self._tuner.search.ranking
+            best = ranking[0][0] if ranking else self.current
+            why = f"the work of steps has changed {self._num_restarts} times"
+            return BucketDecision(candidate=best, is_final=True, why=why)
+        self._tuner = self._new_tuner()
+        why = "the work of steps has changed: starts again"
+        return BucketDecision(candidate=self.current, is_final=False, why=why)
 
 
 def _log_distance(a: BucketCandidate, b: BucketCandidate) -> float:
