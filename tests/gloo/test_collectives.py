@@ -1,17 +1,24 @@
 """The selection of collectives by device, and the in-place collectives of torch."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.reduce_scatter import (
+    CollectivePhase,
     GlooCollectives,
+    HierarchicalCollectives,
     NcclCollectives,
+    PinnedCollectives,
     select_backend,
     uses_nccl,
 )
@@ -72,3 +79,66 @@ def test_complex_tensors_are_gathered_as_real_views(tmp_path: Path) -> None:
     expected = torch.tensor([1, 1, 1 + 1j, 1 + 1j])
     for flat in run_stages(2, work, tmp_path):
         assert torch.equal(flat, expected)
+
+
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let copies and streams of a GPU act at once, in main memory."""
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        return empty(*args, **more)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    for name in ("Stream", "Event", "current_stream", "set_device", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+
+
+@pytest.mark.parametrize("nodes", [[[0]], [[0, 1]], [[0, 1, 2]], [[0, 2], [1, 3]]], ids=str)
+def test_staged_collectives_give_mean_and_all_shards(
+    nodes: list[list[int]], tmp_path: Path
+) -> None:
+    """Copies are synchronous here; tests/gpu has the streams."""
+    num_workers = sum(map(len, nodes))
+
+    def work(ctx: DistContext) -> tuple[torch.Tensor, torch.Tensor, int]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            without_cuda(monkeypatch)
+            own_node = next(node for node in nodes if ctx.rank in node)
+            levels = [own_node, [node[own_node.index(ctx.rank)] for node in nodes]]
+            groups = [new_gloo_group(ranks, "a test", timeout=TIMEOUT) for ranks in levels]
+            comm_thread = CommThread(groups, timeout=TIMEOUT)
+            inside, across = (
+                PinnedCollectives(
+                    GlooCollectives(group, timeout=TIMEOUT),
+                    torch.device("cpu"),
+                    start=comm_thread.start,
+                )
+                for group in groups
+            )
+            found: Any = HierarchicalCollectives(inside, across) if len(nodes) > 1 else inside
+            flats = [torch.empty(6 * num_workers) for _ in range(2)]
+            for step in range(3):
+                for number, flat in enumerate(flats):
+                    found.post_receives(flat, number, CollectivePhase.REDUCE_SCATTER)
+                    flat.copy_(torch.arange(6 * num_workers) + 4 * ctx.rank + number + step)
+                works = [found.reduce_scatter(flat, n) for n, flat in enumerate(flats)]
+                for pending in works:
+                    comm_thread.start(pending.wait).wait()
+                    assert pending.join()
+                scattered = flats[1].view(num_workers, -1)[found.rank].clone()
+                works = [found.all_gather(flat, n) for n, flat in enumerate(flats)]
+                for pending in works:
+                    comm_thread.start(pending.wait).wait()
+                    assert pending.join()
+            comm_thread.close()
+            return scattered, flats[1], inside.pinned_bytes
+
+    for scattered, flat, pinned_bytes in run_stages(num_workers, work, tmp_path):
+        mean = torch.arange(6 * num_workers) + 2 * (num_workers - 1) + 1 + 2
+        assert torch.equal(flat, mean.float())
+        assert any(torch.equal(scattered, shard) for shard in flat.view(num_workers, -1))
+        if num_workers == 2:
+            assert pinned_bytes == 2 * 1.5 * flat.nbytes

@@ -144,7 +144,7 @@ def test_stopped_peer_is_lost_after_timeout(tmp_path: Path) -> None:
 
 
 class Trap(nn.Module):
-    """Returns its input; calls `ending` at the ninth micro-batch."""
+    """Returns its input; calls `ending` at micro-batch 21."""
 
     def __init__(self, ending: Callable[[], None] | None) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Trap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._num_calls += 1
-        if self._ending is not None and self._num_calls == 9:
+        if self._ending is not None and self._num_calls == 21:
             self._ending()
         return x
 
@@ -165,7 +165,7 @@ def train(
     schedule: str = "1f1b",
     flush: bool = True,
 ) -> None:
-    """Train until an error; the ninth micro-batch is in the middle of a step."""
+    """Train until an error; micro-batch 21 is in the middle of a step, after the first ones."""
     batch = torch.ones(6, 8)
     with ctx.process_group(30):
         pipeline = Pipeline(

@@ -42,7 +42,7 @@ class CommThread:
     """Runs functions one after the other; aborts `groups`, in which they wait, at exit."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], *, timeout: Seconds) -> None:
-        self._timeout, self._groups = timeout, groups
+        self.timeout, self._groups = timeout, groups  # of each wait for a function's end
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=_run_jobs, args=(self._jobs,), name="decoupled", daemon=True
@@ -53,7 +53,7 @@ class CommThread:
 
     def start(self, function: Callable[[], Any]) -> Work:
         """Run `function` after those started before; called by the thread that closes this."""
-        work = Work(self._timeout)
+        work = Work(self.timeout)
         if self._end.alive:
             self._jobs.put((function, work.future))
         else:

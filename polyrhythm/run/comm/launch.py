@@ -102,16 +102,18 @@ class DistContext:
         return replace(self, store=PrefixStore(name, self.store))
 
     @contextmanager
-    def process_group(self, timeout: Seconds, *, rank: int | None = None) -> Iterator[None]:
+    def process_group(
+        self, timeout: Seconds, *, rank: int | None = None, backend: str = "gloo"
+    ) -> Iterator[None]:
         """Initialise torch.distributed for a `with` block, with `timeout` for every wait.
 
-        `rank` replaces that of the launcher. All processes leave at a barrier: rank 0 serves the
-        store until none needs it.
+        `rank` replaces that of the launcher; `backend` is torch's. All leave at a barrier, since
+        rank 0 serves the store until none needs it.
         """
         with peer_errors("another process of the job", "joining"):
             limit = timedelta(seconds=timeout)
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=self._get_store(limit),
                 rank=self.rank if rank is None else rank,
                 world_size=self.world_size,

@@ -8,9 +8,13 @@ itself, so that one that is started later takes part as well as the others.
 """
 
 import contextlib
+import ctypes
 import hashlib
+import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -20,13 +24,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from polyrhythm.errors import LaunchError, PolicyError, peer_errors
+from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.types import Seconds
 
 # For every wait for another process, in the whole API: longer than usual pauses, such as an
 # evaluation on one rank or compiling a stage.
 DEFAULT_TIMEOUT: Seconds = 600.0
+# In its first steps a worker compiles, tunes kernels or captures CUDA graphs, which may take longer
+# than a timeout. One that dies then is noticed at once all the same: its connections close.
+FIRST_STEP_TIMEOUT: Seconds = 1800.0
+NUM_FIRST_STEPS = 2  # others notice in the second one that the first update has taken long
 _UNUSED_TAG = 2**30
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 
@@ -120,6 +128,93 @@ def new_gloo_group(ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> d
     The functions of torch.distributed do not know this group: use its methods or those below.
     """
     return _connect(ranks, purpose, unique_name(ranks, purpose), timeout)
+
+
+def new_nccl_group(
+    ranks: Sequence[int], purpose: str, *, timeout: Seconds, is_used: bool = True
+) -> dist.ProcessGroup | None:
+    """Create an NCCL group of these ranks, called by all of them; None where it is not used.
+
+    It connects two ranks, or all of them, at their first message or collective. If NCCL finds that
+    a peer is lost, or a message takes longer than the timeout, torch ends the kernels that wait and
+    would end the process, too; here only the group is unusable then.
+    """
+    name = unique_name(ranks, purpose)
+    if not is_used:
+        return None
+    # Read by its constructor. 2: abort the group after an error, and leave the process alone.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    with peer_errors("another process", f"making the group for {purpose}"):
+        return dist.ProcessGroupNCCL(  # type: ignore[return-value]  # has the same methods
+            PrefixStore(name, _get_default_store()),
+            list(ranks).index(dist.get_rank()),
+            len(ranks),
+            options,
+        )
+
+
+def step_timeout(timeout: Seconds, num_done: int) -> Seconds:
+    """Return the longest wait for another worker in a step, after `num_done` like it."""
+    return max(timeout, FIRST_STEP_TIMEOUT) if num_done < NUM_FIRST_STEPS else timeout
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: Seconds) -> None:
+    """Bound all later waits in a group, of gloo or NCCL, except those with their own timeout."""
+    group._set_default_timeout(timedelta(seconds=timeout))  # type: ignore[attr-defined]  # no stub
+
+
+def connect_pairs(
+    group: dist.ProcessGroup,
+    others: Collection[int],
+    device: torch.device,
+    *,
+    timeout: Seconds,
+) -> None:
+    """Connect this rank of an NCCL group with `others`, which call it, too; raises PeerError.
+
+    The first message of a pair would wait for the other rank, in each direction. All ranks go
+    through pairs in one order.
+    """
+    rank = group.rank()
+    pairs = sorted((min(rank, other), max(rank, other)) for other in others)
+
+    def connect() -> None:
+        torch.cuda.set_device(device)  # of this thread
+        message = torch.zeros(1, dtype=torch.uint8, device=device)
+        for low, high in pairs:
+            for sender, receiver in ((low, high), (high, low)):
+                if rank == sender:
+                    group.send([message], receiver, 0).wait()
+                else:
+                    group.recv([message], sender, 0).wait()
+        torch.cuda.current_stream(device).synchronize()
+
+    run_bounded(connect, timeout=timeout, action="connecting over NCCL")
+
+
+def run_bounded(function: Callable[[], None], *, timeout: Seconds, action: str) -> None:
+    """Call a function of NCCL, which may wait for ever; raises PeerError after the timeout."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+            done.set_result(None)
+        except Exception as error:
+            done.set_exception(error)
+
+    # Not a thread of an executor, for which the interpreter would wait when it ends.
+    threading.Thread(target=run, name=action, daemon=True).start()
+    with peer_errors("another worker", action):
+        try:
+            done.result(timeout)
+        except TimeoutError:
+            raise PeerError(
+                "another worker", action=action, waited=timeout, cause="it does not answer"
+            ) from None
 
 
 def unique_name(ranks: Sequence[int], purpose: str) -> str:
@@ -246,9 +341,15 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 def abort(group: dist.ProcessGroup) -> None:
     """Wake all threads that wait in the group, here and on peers; the group is unusable afterwards.
 
-    Gloo's abort does nothing, but a receive that times out closes all connections of its group. A
-    receive from a lost peer fails at once and closes nothing: try every peer.
+    Of NCCL it ends the kernels that wait for a peer. Gloo's abort does nothing, but a receive that
+    times out closes all connections of its group. A receive from a lost peer fails at once and
+    closes nothing: try every peer.
     """
+    if group.name() == "nccl":
+        group.abort()
+        # Its destructor would wait for a thread of torch that may never end after an error.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        return
     for other in range(group.size()):
         if other != group.rank():
             with contextlib.suppress(RuntimeError):

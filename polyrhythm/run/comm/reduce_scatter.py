@@ -9,7 +9,8 @@ Messages have tags by buffer and phase, so that waits may come in any order; the
 in which they are posted: post first what is needed first.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,17 +21,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
-from polyrhythm.errors import PolicyError, peer_errors
-from polyrhythm.types import Seconds
+from polyrhythm.errors import LaunchError, PolicyError, peer_errors
+from polyrhythm.types import AUTO, Bytes, Seconds
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 _NUM_TAGS = 2**20
-_WHOLE = slice(None)
-# Torch 2.11 has only the old names; newer releases warn about them.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 _P = TypeVar("_P")
 _P_contra = TypeVar("_P_contra", contravariant=True)
 
@@ -71,11 +68,18 @@ class CollectivePhase(IntEnum):
     FLAGS = 2
 
 
+def _is_ready() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A collective in flight."""
 
     wait: Callable[[], None]  # for its end; raises PeerError if a peer is lost; called once
+    # After the wait: let the current CUDA stream wait for copies to the GPU; return whether they
+    # are done, for all streams.
+    join: Callable[[], bool] = _is_ready
 
 
 class Collectives(Protocol):
@@ -88,6 +92,9 @@ class Collectives(Protocol):
 
         A gloo sender waits for the receive: posting it early saves the latency of that request.
         """
+
+    def release_buffers(self) -> None:
+        """Free what is kept for the next collectives, if buffers change and none is in flight."""
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         """Average: after the wait, this worker's shard of `flat` is the mean over all workers."""
@@ -108,13 +115,17 @@ class GlooCollectives:
         self.num_workers = group.size()
         owners = range(self.num_workers) if owners is None else owners
         self.rank = owners.index(group.rank())  # of its shard
-        self._group, self._timeout = group, timedelta(seconds=timeout)
+        self._group, self.timeout = group, timeout  # of the collectives that start from now on
         self._exchange = DirectExchange(owners, self.rank)
+        self.others = self._exchange.others  # the shards of the other workers
         self._buffers: dict[int, Tensor] = {}  # received addends by number; kept for reuse
         self._expected: dict[tuple[int, CollectivePhase], tuple[_GroupMessages, Tensor]] = {}
 
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         self._expected[number, phase] = self._post_receives(flat, number, phase)
+
+    def release_buffers(self) -> None:
+        self._buffers.clear()
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         shards = flat.view(self.num_workers, -1)
@@ -142,8 +153,26 @@ class GlooCollectives:
         """Send to each other worker; return the messages and the buffer that they fill."""
         expected = self._expected.pop((number, phase), None)
         messages, received = expected or self._post_receives(flat, number, phase)
-        self._exchange.send(messages, sent, tag=_tag(number, phase))
+        self.send(messages, sent, number, phase)
         return messages, received
+
+    def receive(
+        self, into: Iterable[Tensor], number: int, phase: CollectivePhase
+    ) -> "_GroupMessages":
+        """Post a receive from each other worker, in the order of `others`."""
+        messages = _GroupMessages(self._group, timedelta(seconds=self.timeout))
+        self._exchange.receive(messages, into, tag=_tag(number, phase))
+        return messages
+
+    def send(
+        self,
+        messages: "_GroupMessages",
+        tensors: Iterable[Tensor],
+        number: int,
+        phase: CollectivePhase,
+    ) -> None:
+        """Send one tensor to each other worker."""
+        self._exchange.send(messages, tensors, tag=_tag(number, phase))
 
     def _post_receives(
         self, flat: Tensor, number: int, phase: CollectivePhase
@@ -159,9 +188,7 @@ class GlooCollectives:
             case CollectivePhase.FLAGS:
                 received = flat.new_empty(self.num_workers - 1, flat.numel())
                 into = list(received)
-        messages = _GroupMessages(self._group, self._timeout)
-        self._exchange.receive(messages, into, tag=_tag(number, phase))
-        return messages, received
+        return self.receive(into, number, phase), received
 
     def _buffer(self, flat: Tensor, number: int) -> Tensor:
         shape = self.num_workers - 1, flat.numel() // self.num_workers
@@ -236,6 +263,10 @@ class HierarchicalCollectives:
         self._inside.post_receives(flat, number, phase)
         self._across.post_receives(self._node_shard(flat), number, phase)
 
+    def release_buffers(self) -> None:
+        self._inside.release_buffers()
+        self._across.release_buffers()
+
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         first, shard = self._inside.reduce_scatter(flat, number), self._node_shard(flat)
         return _in_sequence(first, lambda: self._across.reduce_scatter(shard, number))
@@ -250,32 +281,36 @@ class HierarchicalCollectives:
 
 def _in_sequence(first: Pending, then: Callable[[], Pending]) -> Pending:
     """Start the second collective after the end of the first."""
+    started: list[Pending] = []
 
     def wait() -> None:
         first.wait()
-        then().wait()
+        first.join()
+        started.append(then())
+        started[0].wait()
 
-    return Pending(wait)
+    return Pending(wait, lambda: started[0].join())
 
 
 class PinnedCollectives:
-    """Collectives of buckets on a GPU over gloo: staged through pinned memory for `host`.
+    """Collectives of buckets on a GPU over gloo: staged through pinned memory, summed on the GPU.
 
-    A bucket is copied to the host in stream order behind the kernels that compute it. A separate
-    thread waits for the copy and posts the messages, which travel while the previous bucket is
-    summed. The thread that waits for the bucket copies the result back. The copies in the two
-    directions have separate streams: in one stream, a copy to the GPU would queue behind the copy
+    Shards for other workers are copied to the host in stream order behind the kernels that compute
+    them. A separate thread waits for the copy and sends them, while the network moves the bucket
+    before. The thread that waits for the messages starts the copy of what it received to the GPU,
+    where a sum takes less time than on a core of the host. So three buckets are under way at once,
+    each copy direction in its own stream: in one stream, a copy to the GPU would queue behind that
     of the next bucket to the host, which waits for gradients not computed yet.
 
     `start` runs a function in the communication thread, which may also start collectives. After a
-    wait the bucket is on the GPU: no stream has to wait.
+    wait the result may still be on its way to the GPU: join it in the stream that needs it.
     """
 
     waits_on_host = True
 
     def __init__(
         self,
-        host: Collectives,
+        host: GlooCollectives,
         device: torch.device,
         *,
         start: Callable[[Callable[[], None]], object],
@@ -283,78 +318,102 @@ class PinnedCollectives:
         self.rank, self.num_workers = host.rank, host.num_workers
         self._host, self._device = host, device
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # Pinned buffers that are not in use.
-        self._pinned_buffers: dict[tuple[int, CollectivePhase], Tensor] = {}
+        self._pinned = _PinnedBuffers()
+        self._expected: dict[tuple[int, CollectivePhase], tuple[_GroupMessages, Tensor]] = {}
         self._post_executor = ThreadPoolExecutor(1, thread_name_prefix="decoupled posting")
         start(self._set_thread_stream)
 
+    @property
+    def pinned_bytes(self) -> Bytes:
+        """Pinned memory: for two workers 1.5 times the gradients, for more less than 3 times."""
+        return self._pinned.nbytes
+
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
-        """Do nothing: a bucket has no buffer in main memory before its collective starts."""
+        self._expected[number, phase] = self._post_receives(flat, number, phase)
+
+    def release_buffers(self) -> None:
+        self._pinned = _PinnedBuffers()
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        post, key = self._host.reduce_scatter, (number, CollectivePhase.REDUCE_SCATTER)
-        return self._start_send(
-            flat, key, post, to_host=[_WHOLE], to_device=[self._own_shard(flat)]
-        )
+        shards = flat.view(self.num_workers, -1)
+        others = [shards[other] for other in self._host.others]
+
+        def finish(received: Tensor) -> None:
+            own = shards[self.rank]
+            total = own.float() if own.dtype in HALF_PRECISION else own
+            for row in received:
+                total.add_(row.to(self._device, non_blocking=True))
+            total.div_(self.num_workers)
+            if total is not own:
+                own.copy_(total)
+
+        return self._start(flat, number, CollectivePhase.REDUCE_SCATTER, others, finish)
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
-        own, key = self._own_shard(flat), (number, CollectivePhase.ALL_GATHER)
-        others = [slice(0, own.start), slice(own.stop, len(flat))]
-        return self._start_send(flat, key, self._host.all_gather, to_host=[own], to_device=others)
+        shards = flat.view(self.num_workers, -1)
 
-    def _own_shard(self, flat: Tensor) -> slice:
-        shard = len(flat) // self.num_workers
-        return slice(self.rank * shard, (self.rank + 1) * shard)
+        def finish(received: Tensor) -> None:
+            for other, row in zip(self._host.others, received, strict=True):
+                shards[other].copy_(row, non_blocking=True)
 
-    def _start_send(
+        own = [shards[self.rank]]
+        return self._start(flat, number, CollectivePhase.ALL_GATHER, own, finish)
+
+    def _start(
         self,
         flat: Tensor,
-        key: tuple[int, CollectivePhase],
-        post: Callable[[Tensor, int], Pending],
-        *,
-        to_host: Sequence[slice],
-        to_device: Sequence[slice],
+        number: int,
+        phase: CollectivePhase,
+        sent: Sequence[Tensor],
+        finish: Callable[[Tensor], None],
     ) -> Pending:
-        staged = self._pinned(flat, key)
+        """Send each other worker its tensor, or the only one; `finish` copies to the GPU."""
+        expected = self._expected.pop((number, phase), None)
+        messages, received = expected or self._post_receives(flat, number, phase)
+        num_rows = max(1, self.num_workers - 1)
+        staged = self._pinned.take((number, None), flat, (num_rows, self._shard_size(flat)))
+        rows = list(staged[: len(sent)])
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
-        copied = self._copy(flat, staged, to_host, self._to_host)
+        # The waiting thread sleeps: the autograd engine needs the core.
+        copied, done = (torch.cuda.Event(blocking=True) for _ in range(2))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_host):
+            for row, tensor in zip(rows, sent, strict=True):
+                row.copy_(tensor, non_blocking=True)
+            copied.record()
         for stream in (self._to_host, self._to_device):
             flat.record_stream(stream)  # after an error `flat` may be freed without a wait
 
-        def start_posting() -> Pending:
+        def send() -> None:
             copied.synchronize()
-            with peer_errors("another worker", "averaging"):
-                return post(staged, key[0])
+            to_all = rows if len(rows) > 1 else rows * len(self._host.others)
+            self._host.send(messages, to_all, number, phase)
 
-        posted = self._post_executor.submit(start_posting)
+        posted = self._post_executor.submit(send)
 
         def wait() -> None:
-            posted.result().wait()
-            # Here, not in the consumer's stream: a copy is short compared with the messages.
-            self._copy(staged, flat, to_device, self._to_device).synchronize()
-            self._pinned_buffers[key] = staged
+            posted.result()
+            messages.wait()
+            with torch.cuda.device(self._device), torch.cuda.stream(self._to_device):
+                finish(received)
+                done.record()
+            self._pinned.give_back((number, None), staged, copied)
+            self._pinned.give_back((number, phase), received, done)
 
-        return Pending(wait)
+        def join() -> bool:
+            torch.cuda.current_stream(self._device).wait_event(done)
+            return done.query()
 
-    def _pinned(self, flat: Tensor, key: tuple[int, CollectivePhase]) -> Tensor:
-        """Take a pinned buffer of the size of `flat`; the wait returns it."""
-        staged = self._pinned_buffers.pop(key, None)
-        if staged is not None and (staged.shape, staged.dtype) == (flat.shape, flat.dtype):
-            return staged
-        if staged is not None:  # the buckets have changed
-            self._pinned_buffers.clear()
-        return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        return Pending(wait, join)
 
-    def _copy(
-        self, source: Tensor, into: Tensor, shards: Sequence[slice], stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
-        """Start the copy; return the event of its end."""
-        done = torch.cuda.Event(blocking=True)  # the waiting thread sleeps: sums need the core
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            for shard in shards:
-                into[shard].copy_(source[shard], non_blocking=True)
-            done.record(stream)
-        return done
+    def _post_receives(
+        self, flat: Tensor, number: int, phase: CollectivePhase
+    ) -> tuple[_GroupMessages, Tensor]:
+        shape = self.num_workers - 1, self._shard_size(flat)
+        received = self._pinned.take((number, phase), flat, shape)
+        return self._host.receive(list(received), number, phase), received
+
+    def _shard_size(self, flat: Tensor) -> int:
+        return flat.numel() // self.num_workers
 
     def _set_thread_stream(self) -> None:
         """In the communication thread: order its own sends behind its copies to the GPU.
@@ -365,13 +424,44 @@ class PinnedCollectives:
         torch.cuda.set_stream(self._to_device)
 
 
+class _PinnedBuffers:
+    """Pinned buffers by key, which are kept for reuse: pinning takes milliseconds.
+
+    Several threads start and end collectives.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes: Bytes = 0  # of all, in use or not
+        self._lock = threading.Lock()
+        self._free: dict[Hashable, tuple[Tensor, torch.cuda.Event]] = {}
+
+    def take(self, key: Hashable, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return a buffer of the dtype of `like` that nothing reads or writes any more."""
+        with self._lock:
+            buffer, last_copy = self._free.pop(key, (None, None))
+        if buffer is not None and (buffer.shape, buffer.dtype) == (shape, like.dtype):
+            assert last_copy is not None, "each buffer has one"
+            last_copy.synchronize()
+            return buffer
+        pinned = torch.empty(shape, dtype=like.dtype, pin_memory=True)
+        with self._lock:
+            self.nbytes += pinned.nbytes - (0 if buffer is None else buffer.nbytes)
+        return pinned
+
+    def give_back(self, key: Hashable, buffer: Tensor, last_copy: torch.cuda.Event) -> None:
+        """Keep a buffer that `last_copy` still uses; one is kept per key."""
+        with self._lock:
+            if key in self._free:
+                self.nbytes -= self._free[key][0].nbytes
+            self._free[key] = buffer, last_copy
+
+
 class NcclCollectives:
-    """NCCL's own collectives over a group of torch.distributed; used by one thread at a time.
+    """NCCL's own collectives over a process group; used by one thread at a time.
 
     A wait blocks the current CUDA stream, not the host: wait in the stream that needs the bucket.
     All workers start collectives in the same order, in one stream: an all-gather may be started
-    after a reduce-scatter of the same bucket without a wait in between. NCCL's watchdog notices a
-    lost peer and ends the process.
+    after a reduce-scatter of the same bucket without a wait in between.
     """
 
     waits_on_host = False
@@ -382,6 +472,9 @@ class NcclCollectives:
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         """Do nothing: NCCL posts no receives ahead."""
 
+    def release_buffers(self) -> None:
+        """Do nothing: NCCL keeps no buffers here."""
+
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
         """Average; divide half-precision numbers before the sum, as DDP does.
 
@@ -389,22 +482,23 @@ class NcclCollectives:
         """
         flat = _real(flat)
         own_shard = flat.view(self.num_workers, -1)[self.rank]
-        operation = dist.ReduceOp.AVG
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.AVG), True
         if flat.dtype in HALF_PRECISION:
             flat.div_(self.num_workers)
-            operation = dist.ReduceOp.SUM
-        return _start(
-            lambda: _reduce_scatter(own_shard, flat, op=operation, group=self._group, async_op=True)
-        )
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        return _start(lambda: self._group._reduce_scatter_base(own_shard, flat, options))
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         flat = _real(flat)
         own_shard = flat.view(self.num_workers, -1)[self.rank]
-        return _start(lambda: _all_gather(flat, own_shard, group=self._group, async_op=True))
+        options = AllgatherOptions()
+        options.asyncOp = True
+        return _start(lambda: self._group._allgather_base(flat, own_shard, options))
 
     def all_reduce_sum(self, numbers: Tensor) -> None:
         """Sum `numbers` over all workers, for later work in the current stream."""
-        _start(lambda: dist.all_reduce(numbers, group=self._group, async_op=True)).wait()
+        _start(lambda: self._group.allreduce([numbers])).wait()
 
 
 def _start(collective: Callable[[], dist.Work]) -> Pending:
@@ -415,7 +509,11 @@ def _start(collective: Callable[[], dist.Work]) -> Pending:
         with peer_errors("another worker", "averaging"):
             work.wait()  # with a timeout it would block the host
 
-    return Pending(wait)
+    def join() -> bool:
+        work.wait()  # the stream of this thread may be another one
+        return work.is_completed()
+
+    return Pending(wait, join)
 
 
 def _real(flat: Tensor) -> Tensor:
@@ -425,15 +523,15 @@ def _real(flat: Tensor) -> Tensor:
 
 def select_backend(
     device: torch.device,
-    group: dist.ProcessGroup | None,
-    host: Collectives,
+    nccl: dist.ProcessGroup | None,
+    host: GlooCollectives,
     *,
     start: Callable[[Callable[[], None]], object],
 ) -> Collectives:
     """Select the collectives for buckets on `device`, the device of the parameters.
 
-    `group` is the user's process group, if there is one; `host` are the collectives of buckets in
-    main memory; `start` runs a function in the communication thread.
+    `nccl` is a group that sends tensors on it over NCCL, if there is one; `host` are the
+    collectives of buckets in main memory; `start` runs a function in the communication thread.
     """
     if device.type == "cpu":
         return host
@@ -443,9 +541,20 @@ def select_backend(
             expected="parameters on the CPU, or on a CUDA device",
             fix="use DDP on other devices",
         )
-    if group is not None and uses_nccl(device, group):
-        return NcclCollectives(group)
-    return PinnedCollectives(host, device, start=start)
+    return PinnedCollectives(host, device, start=start) if nccl is None else NcclCollectives(nccl)
+
+
+def site_of(site: str | None, device: torch.device, group: dist.ProcessGroup | None) -> str | None:
+    """Return the site of a worker: auto is that of all whose process group has NCCL, or none."""
+    if site == AUTO:
+        return AUTO if group is not None and uses_nccl(device, group) else None
+    if site is not None and not (device.type == "cuda" and dist.is_nccl_available()):
+        raise LaunchError(
+            f"site={site!r} of a worker on {device}",
+            expected="a CUDA device, and a torch with NCCL, over which a site communicates",
+            fix="pass site=None here: gloo connects it with the others",
+        )
+    return site
 
 
 def uses_nccl(device: torch.device, group: dist.ProcessGroup) -> bool:
