@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.run.averaging.buffers import GradientBuffer, ReplicaState, merge_state
+from polyrhythm.run.averaging.buffers import GradientBuckets, ReplicaState, merge_state
 from polyrhythm.run.averaging.reduced_variance import ReducedVarianceAdamW
 from tests.grids import num_examples
 
@@ -145,8 +145,13 @@ def test_gradients_are_divided_by_large_counts_of_labels(
     model = nn.Linear(2, 1, dtype=dtype)
     for p in model.parameters():
         p.grad = torch.full_like(p, 3.0)
-    gradients = GradientBuffer(model)
-    gradients.write(gradients.read(divisor), divides=True)
+    gradients = GradientBuckets(model)
+    gradients.prepare()
+    memory = gradients.begin().memory
+    gradients.fill_rest()
+    gradients.fill_numbers(divisor)
+    memory.mean.copy_(memory.flat)
+    gradients.write(gradients.mean_numbers(), divides=True)
     for p in model.parameters():
         torch.testing.assert_close(p.grad, torch.full_like(p, 3.0 / divisor), rtol=0, atol=0)
 

@@ -147,6 +147,35 @@ def test_grad_scaler_skips_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
     assert close_to(weights, reference.state_dict())
 
 
+def test_grad_scaler_leaves_skipping_to_a_fused_optimizer(tmp_path: Path) -> None:
+    """The step is called on all ranks, as for a plain fused optimizer, and changes nothing."""
+
+    def work(ctx: DistContext) -> tuple[bool, list[bool], float]:
+        model, reference = stack(), stack()
+        optimizer = wrap_optimizer(model, torch.optim.Adam(model.parameters(), lr=0.01, fused=True))
+        plain = torch.optim.Adam(reference.parameters(), lr=0.01)
+        scaler, is_skipped = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+        for step in range(4):
+            before = copy.deepcopy(model.state_dict())
+            loss = loss_of(model, inputs_of(ctx.rank, step))
+            if step == 1 and ctx.rank == 1:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            after = model.state_dict()
+            is_skipped.append(all(torch.equal(after[name], before[name]) for name in before))
+        for step in (0, 2, 3):
+            reference_steps(reference, plain, range(2), range(step, step + 1))
+        same = close_to(model.state_dict(), reference.state_dict())
+        optimizer.close()
+        return same, is_skipped, scaler.get_scale()
+
+    expected = True, [False, True, False, False], 512.0
+    assert run_stages(2, work, tmp_path) == [expected] * 2
+
+
 def test_every_elementwise_optimizer_matches_single_process(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[str]:
         wrong = []

@@ -200,9 +200,9 @@ def die_at(point: str) -> None:
         rounds.PeerConnections.connect = on_third_call(die, rounds.PeerConnections.connect)
     elif point == "in the reduce-scatter":
         count = iter(range(1000))
-        weighted_sum = exchange._weighted_sum
+        weighted_sum = exchange.weighted_sum
         third = 3 * FAILING_ROUND + 1  # the second of three buckets
-        exchange._weighted_sum = lambda *a: die() if next(count) == third else weighted_sum(*a)
+        exchange.weighted_sum = lambda *a: die() if next(count) == third else weighted_sum(*a)
     elif point == "before Done":
         rounds.Done = on_third_call(die, rounds.Done)
     else:

@@ -32,10 +32,12 @@ def batch_of(pipeline: int, number: int) -> tuple[Tensor, Tensor]:
     return random_batch(6, WIDTH, seed=100 * pipeline + number)
 
 
-def pipeline_of(ctx: DistContext, *, tied: bool, **options: object) -> Pipeline:
+def pipeline_of(
+    ctx: DistContext, *, tied: bool, double: bool = False, **options: object
+) -> Pipeline:
     groups = [dist.new_group([STAGES * p + s for s in range(STAGES)]) for p in range(PIPELINES)]
     return Pipeline.from_sequential(
-        model_of(tied=tied),
+        model_of(tied=tied).double() if double else model_of(tied=tied),
         loss_fn=loss_of,
         process_group=groups[ctx.rank // STAGES],
         pipeline=ctx.rank // STAGES,
@@ -109,3 +111,52 @@ def test_pipeline_without_flush_is_refused(tmp_path: Path) -> None:
 
     for message in run_stages(STAGES * PIPELINES, work, tmp_path):
         assert "use flush=True" in message
+
+
+def test_all_stages_and_replicas_try_the_same_candidates(tmp_path: Path) -> None:
+    """A smaller batch and evaluations between steps do not end the trials, or change weights."""
+    most = 400  # steps; how many the trials take depends on how steady the times of steps are
+
+    def batch(pipeline: int, number: int) -> tuple[Tensor, Tensor]:
+        inputs, target = batch_of(pipeline, number)
+        num_samples = 3 if number % 7 == 6 else 6
+        return inputs[:num_samples].double(), target[:num_samples].double()
+
+    def work(ctx: DistContext) -> tuple[list[str], bool, dict[str, Tensor]]:
+        options = {"schedule": "1f1b", "microbatch_sizes": [1]}
+        with pipeline_of(ctx, tied=False, double=True, **options) as pipeline:
+            optimizer = DistributedOptimizer(
+                torch.optim.AdamW(pipeline.module.parameters(), lr=0.01),
+                pipeline,
+                timeout=STAGE_TIMEOUT,
+            )
+            seen = list[str]()
+            while len(seen) < most and not (optimizer.is_tuned and len(seen) >= 60):
+                number = len(seen)
+                step(pipeline, *batch(ctx.rank // STAGES, number))
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(str(optimizer.candidate))
+                if number % 5 == 4:
+                    pipeline.eval(*([batch(0, 0)[0]] if pipeline.is_first else []))
+            optimizer.close()
+            weights = {n: p.detach().clone() for n, p in pipeline.module.named_parameters()}
+            return seen, optimizer.is_tuned, weights
+
+    found = run_stages(STAGES * PIPELINES, work, tmp_path)
+    model = model_of(tied=False).double()
+    reference = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(len(found[0][0])):
+        for pipeline in range(PIPELINES):
+            inputs, target = batch(pipeline, number)
+            (loss_of(model(inputs), target) / PIPELINES).backward()
+        reference.step()
+        reference.zero_grad()
+    seen, is_tuned, _ = found[0]
+    assert is_tuned
+    assert set(seen) == {"25 MB, decoupled", "25 MB, all_reduce"}
+    assert all(other[:2] == (seen, is_tuned) for other in found)
+    for pipeline in range(PIPELINES):
+        weights = merged([each[2] for each in found[STAGES * pipeline : STAGES * (pipeline + 1)]])
+        for name, value in model.named_parameters():
+            assert (weights[name] - value).abs().max() <= 1e-12, name

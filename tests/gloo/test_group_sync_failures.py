@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.averaging import exchange, rounds
+from polyrhythm.run.averaging import exchange, rounds, split_all_reduce
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.coordinator.sessions import FromWorker
@@ -44,8 +44,9 @@ def die_at(point: str) -> None:
         connect = rounds.PeerConnections.connect
         rounds.PeerConnections.connect = lambda *a, **k: die() if third() else connect(*a, **k)
     elif point == "between the two exchanges":
-        weighted_sum = exchange._weighted_sum
-        exchange._weighted_sum = lambda *a: die() if third() else weighted_sum(*a)
+        weighted_sum = exchange.weighted_sum
+        for module in (exchange, split_all_reduce):
+            module.weighted_sum = lambda *a: die() if third() else weighted_sum(*a)
     elif point == "before Done":
         done = rounds.Done
         rounds.Done = lambda *a: die() if third() else done(*a)
@@ -102,10 +103,10 @@ def test_all_reduce_waits_for_straggler(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[int, torch.Tensor]:
         with train(ctx, 20, "all_reduce") as sync:
             if ctx.rank == 1:
-                weighted_sum = exchange._weighted_sum
-                exchange._weighted_sum = lambda *a: (time.sleep(9.0), weighted_sum(*a))[1]
+                weighted_sum = split_all_reduce.weighted_sum
+                split_all_reduce.weighted_sum = lambda *a: (time.sleep(4.5), weighted_sum(*a))
             step(sync, ctx)
-            exchange._weighted_sum = weighted_sum if ctx.rank == 1 else exchange._weighted_sum
+            split_all_reduce.weighted_sum = exchange.weighted_sum
             step(sync, ctx)
             return sync.num_steps, sync._model.module.weight.detach().clone()
 

@@ -147,6 +147,7 @@ for step in range(6):
     optimizer.step()
     optimizer.zero_grad()
     print(f"loss {loss.item()!r}")
+optimizer.optimizer.close()
 """
 
 

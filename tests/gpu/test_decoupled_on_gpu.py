@@ -23,11 +23,13 @@ from polyrhythm.run.comm.reduce_scatter import (
     Collectives,
     GlooCollectives,
     NcclCollectives,
+    Pending,
     PinnedCollectives,
     select_backend,
 )
-from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-from tests.gloo.pipelines import run_stages
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer, StepClock
+from polyrhythm.sync.fusion.tuner import BucketCandidate, BucketMode
+from tests.gloo.pipelines import run_single_process, run_stages
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.device_count(), reason="this machine has no CUDA device"
@@ -47,9 +49,19 @@ class Staged:
         self.comm_thread = CommThread([group], timeout=TIMEOUT)
         host = GlooCollectives(group, timeout=TIMEOUT)
         assert dist.group.WORLD is not None
-        found = select_backend(self.device, dist.group.WORLD, host, start=self.comm_thread.start)
+        found = select_backend(self.device, None, host, start=self.comm_thread.start)
         assert isinstance(found, PinnedCollectives)
         self.collectives = found
+
+    def start(self, pending: Pending) -> Callable[[], None]:
+        """Wait for a collective in the thread; return a wait of the current stream for it."""
+        work = self.comm_thread.start(pending.wait)
+
+        def wait() -> None:
+            work.wait()
+            pending.join()
+
+        return wait
 
     def __enter__(self) -> "Staged":
         return self
@@ -85,7 +97,7 @@ def test_pinned_collectives_overlap_compute(
         with Staged(ctx) as staged:
             if own_stream:
                 torch.cuda.set_stream(torch.cuda.Stream(staged.device))
-            collectives, start = staged.collectives, staged.comm_thread.start
+            collectives, start = staged.collectives, staged.start
             base, half = numbers(staged.device), SIZE // 2
             own = slice(ctx.rank * half, (ctx.rank + 1) * half)
             buckets = [torch.zeros(SIZE, dtype=dtype, device="cuda") for _ in range(NUM_BUCKETS)]
@@ -93,20 +105,20 @@ def test_pinned_collectives_overlap_compute(
                 works = []
                 for number, flat in enumerate(buckets):
                     write_late(flat, base + 4 * ctx.rank + 2 * step + number)
-                    works.append(start(collectives.reduce_scatter(flat, number).wait))
+                    works.append(start(collectives.reduce_scatter(flat, number)))
                     overlapped.append(is_busy())
-                for number, (flat, work_item) in enumerate(zip(buckets, works, strict=True)):
-                    work_item.wait()
+                for number, (flat, wait) in enumerate(zip(buckets, works, strict=True)):
+                    wait()
                     same.append(
                         torch.equal(flat[own], (base + 2 + 2 * step + number).to(dtype)[own])
                     )
                 works = []
                 for number, flat in enumerate(buckets):
                     write_late(flat[own], (base + step + number)[own])
-                    works.append(start(collectives.all_gather(flat, number).wait))
+                    works.append(start(collectives.all_gather(flat, number)))
                     overlapped.append(is_busy())
-                for number, (flat, work_item) in enumerate(zip(buckets, works, strict=True)):
-                    work_item.wait()
+                for number, (flat, wait) in enumerate(zip(buckets, works, strict=True)):
+                    wait()
                     same.append(torch.equal(flat, (base + step + number).to(dtype)))
         # The first step allocates the buffers, which may be slow.
         return {"same": all(same), "overlapped": all(overlapped[2 * NUM_BUCKETS :])}
@@ -127,12 +139,17 @@ def test_all_gather_from_comm_thread_has_the_means(tmp_path: Path) -> None:
                 scatter = collectives.reduce_scatter(flat, 0)
                 torch.cuda._sleep(20 * BUSY)
 
-                def both(scatter: Any = scatter) -> None:
+                gathers: list[Pending] = []
+
+                def both(scatter: Any = scatter, gathers: list[Pending] = gathers) -> None:
                     scatter.wait()
-                    collectives.all_gather(flat, 0).wait()
+                    scatter.join()
+                    gathers.append(collectives.all_gather(flat, 0))
+                    gathers[0].wait()
 
                 staged.comm_thread.start(both).wait()
                 overlapped = is_busy()
+                gathers[0].join()
                 same = torch.equal(flat, (base + 1 + step).float())
         return same, overlapped
 
@@ -143,30 +160,26 @@ def test_all_gather_from_comm_thread_has_the_means(tmp_path: Path) -> None:
 def test_pinned_buffers_are_reused_only_when_free(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> dict[str, bool]:
         with Staged(ctx) as staged:
-            collectives, start, base = (
-                staged.collectives,
-                staged.comm_thread.start,
-                numbers(staged.device),
-            )
+            collectives, base = staged.collectives, numbers(staged.device)
             half = SIZE // 2
             own = slice(ctx.rank * half, (ctx.rank + 1) * half)
-            addresses = []
+            pinned = []
             for _ in range(3):
-                start(collectives.reduce_scatter(base.float(), 0).wait).wait()
-                addresses.append({t.data_ptr() for t in collectives._pinned_buffers.values()})
+                staged.start(collectives.reduce_scatter(base.float(), 0))()
+                pinned.append(collectives.pinned_bytes)
             flats = [torch.zeros(SIZE, device="cuda") for _ in range(3)]
             works = []
             for step, flat in enumerate(flats):  # with the same number, all in flight
                 write_late(flat, base + 2 * ctx.rank + step)
-                works.append(start(collectives.reduce_scatter(flat, 0).wait))
-            for work_item in works:
-                work_item.wait()
+                works.append(staged.start(collectives.reduce_scatter(flat, 0)))
+            for wait in works:
+                wait()
             right = [
                 torch.equal(flat[own], (base + 1 + step).float()[own])
                 for step, flat in enumerate(flats)
             ]
         return {
-            "again": addresses[0] == addresses[1] == addresses[2] and len(addresses[0]) == 1,
+            "again": pinned == [4 * SIZE] * 3,  # half of a bucket to send, half to receive
             "not before": all(right),
         }
 
@@ -322,3 +335,102 @@ def test_ten_steps_on_gpu_give_the_weights_of_ddp(name: str, tmp_path: Path) -> 
         for weights in ours:
             for key, value in expected.items():
                 assert (weights[key] - value).abs().max() <= 1e-5, key
+
+
+def train_layers(
+    optimizer: DistributedOptimizer, model: nn.Module, num_steps: int, width: int
+) -> list[int]:
+    """Run steps; return the device peak of each."""
+    peaks = []
+    for _ in range(num_steps):
+        torch.cuda.reset_peak_memory_stats()
+        model(torch.ones(4, width, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    return peaks
+
+
+BACKENDS = [
+    "gloo",
+    pytest.param(
+        "nccl",
+        marks=pytest.mark.skipif(
+            not dist.is_nccl_available(), reason="this torch was built without NCCL"
+        ),
+    ),
+]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_first_step_needs_no_more_device_memory_than_the_tenth(
+    backend: str, tmp_path: Path
+) -> None:
+    width = 2048
+
+    def work(ctx: DistContext) -> list[int]:
+        group = new_nccl_group(ctx) if backend == "nccl" else None
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(16))).to("cuda:0")
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = DistributedOptimizer(inner, model, 25_000_000, group, timeout=TIMEOUT)
+        peaks = train_layers(optimizer, model, 10, width)
+        optimizer.close()
+        return peaks
+
+    for peaks in run_stages(2, work, tmp_path, timeout=150):
+        assert peaks[0] <= 1.05 * peaks[9], [peak / 1e6 for peak in peaks]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_changes_of_buckets_on_gpu_keep_the_weights_of_ddp(backend: str, tmp_path: Path) -> None:
+    """Weights and Adam's state move to other buckets and modes between steps, and back."""
+    changes = {
+        2: BucketCandidate(40_000, BucketMode.ALL_REDUCE),
+        4: BucketCandidate(10_000, BucketMode.DECOUPLED),
+        7: BucketCandidate(1_000_000, BucketMode.DECOUPLED),
+    }
+
+    def work(ctx: DistContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        group = new_nccl_group(ctx) if backend == "nccl" else None
+        torch.manual_seed(0)
+        model = stack()
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()), model, 20_000, group, mode="decoupled"
+        )
+        generator = torch.Generator().manual_seed(ctx.rank)
+        for step in range(10):
+            inputs = torch.randn(8, WIDTH, generator=generator).to("cuda:0")
+            torch.cuda._sleep(BUSY // 10)
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in changes:
+                optimizer._change_buckets(changes[step])
+        optimizer.close()
+        torch.manual_seed(0)
+        ours = {key: value.detach().cpu() for key, value in model.named_parameters()}
+        return ours, train(ctx, "adamw", None)
+
+    for ours, expected in run_stages(2, work, tmp_path, timeout=150):
+        for key, value in expected.items():
+            assert (ours[key] - value).abs().max() <= 1e-5, key
+
+
+def test_step_clock_times_the_gpu_without_waiting_for_it(tmp_path: Path) -> None:
+    def time_steps() -> tuple[list[bool], list[float]]:
+        clock, busy = StepClock(torch.device("cuda", 0)), []
+        torch.cuda._sleep(BUSY)  # before the step
+        for _ in range(2):
+            clock.begin()
+            torch.cuda._sleep(BUSY)
+            clock.end()
+            busy.append(is_busy())
+            torch.cuda._sleep(4 * BUSY)  # between steps
+        return busy, clock.pop()
+
+    busy, (first, second) = run_single_process(time_steps, tmp_path)
+    assert all(busy)
+    assert 0.5 < first / second < 2

@@ -1,25 +1,33 @@
 """Flatten what is averaged into one buffer: weights or gradients, statistics, optimizer state.
 
-One message instead of one per tensor. The buffer is in CPU memory, from which gloo sends; every
-read makes a new one, so that training can continue while the buffer is in flight.
+One message instead of one per tensor. The buffer is in CPU memory, from which gloo sends. Each read
+of weights makes a new one, so that training can continue while the buffer is in flight. Gradients
+have one that is kept: backward fills it while its first buckets are averaged.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import chain, islice, zip_longest
-from typing import Literal
+from itertools import accumulate, chain, islice, pairwise, zip_longest
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.averaging.split_all_reduce import BucketMemory, FillingBuffer
+from polyrhythm.run.comm.forward_hooks import gradient_hooks
 from polyrhythm.run.coordinator.sessions import TensorShapes
 from polyrhythm.run.pipeline.loss import divide_by
-from polyrhythm.types import Worker
+from polyrhythm.sync.fusion.layers import bucket_bounds
+from polyrhythm.types import Bytes, Worker
 
+_FIRST_BUCKET: Bytes = 2**20  # of gradients: small, so that the first messages leave early
+_BUCKET: Bytes = 25 * 2**20  # as in DDP
 _DIVISOR_UNIT = 256.0  # both parts of an integer up to 65535 are exact in bfloat16
 OptimizerStateMode = Literal["local", "average"]
 
@@ -36,17 +44,26 @@ class FlatBuffer:
         self._tensors = [_local(tensor) for tensor in chain(tensors, *states)]
         self.dtype = _common_dtype([tensor.dtype for tensor in self._tensors])
         self.size = sum(tensor.numel() for tensor in self._tensors)
+        self._gpus = {tensor.device for tensor in self._tensors if tensor.is_cuda}
 
     def read(self) -> Tensor:
-        flat = torch.empty(self.size, dtype=self.dtype, device="cpu")
+        """Return the tensors, in new memory; that of a GPU's tensors is pinned."""
+        flat = torch.empty(self.size, dtype=self.dtype, device="cpu", pin_memory=bool(self._gpus))
         for tensor, view in self.views(flat):
-            view.copy_(tensor.detach())
+            view.copy_(tensor.detach(), non_blocking=True)
+        self._finish_copies()
         return flat
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         for tensor, view in self.views(flat):
-            tensor.copy_(view)
+            tensor.copy_(view, non_blocking=True)
+        self._finish_copies()
+
+    def _finish_copies(self) -> None:
+        """Wait for all copies at once; for each alone, a GPU would idle between them."""
+        for device in self._gpus:
+            torch.cuda.current_stream(device).synchronize()
 
     @torch.no_grad()
     def apply(self, published: Tensor, mean: Tensor) -> None:
@@ -59,13 +76,16 @@ class FlatBuffer:
         views = zip(self.views(published), self.views(mean), strict=True)
         triples = [(tensor, before, after) for (tensor, before), (_, after) in views]
         for tensor, before, after in triples[: self._num_added]:
-            difference = after - before
-            tensor.copy_(tensor + difference.to(tensor.device))  # half precision: rounded once
+            mean_there, own_there = (
+                x.to(tensor.device, non_blocking=True) for x in (after, before)
+            )
+            tensor.copy_(tensor + (mean_there - own_there))  # half precision: rounded once
         rest = iter(triples[self._num_added :])
         for num in self._num_states:
             state = list(islice(rest, num))
             for (tensor, _, _), merged in zip(state, merge_state(state), strict=True):
                 tensor.copy_(merged)
+        self._finish_copies()
 
     def merge(self, flat: Tensor, published: Tensor, mean: Tensor) -> Tensor:
         """Return `flat`, which was read later than `published`, with the mean applied to it."""
@@ -168,46 +188,303 @@ class ReplicaState:
         return tuple(shape)
 
 
-@dataclass(slots=True)
-class GradientBuffer:
-    """The gradients, and which parameters have one; a gradient that no worker has stays None."""
+class MeanNumbers(NamedTuple):
+    """What is averaged with the gradients and is known after backward."""
 
-    module: nn.Module
+    has_gradient: list[bool]  # by parameter, whether any worker has a gradient
+    extra: list[float]
+    divisor: float
+    is_finite: bool
 
-    def read(self, divisor: float = 1.0) -> Tensor:
-        """Return gradients, running statistics, per parameter a 1 if it has a gradient, `divisor`.
 
-        The divisor is two numbers: in half precision one would overflow, or be rounded.
-        """
-        parameters = trainable_parameters(self.module)
-        flat = FlatBuffer([*self._gradients(parameters), *running_statistics(self.module)]).read()
-        rest = [*(float(p.grad is not None) for p in parameters), *divmod(divisor, _DIVISOR_UNIT)]
-        return torch.cat([flat, torch.tensor(rest, dtype=flat.dtype, device="cpu")])
+class GradientBuckets:
+    """The gradients of a module in one flat buffer, which backward fills bucket by bucket.
+
+    They are in the reverse order of the parameters, about that in which backward computes them.
+    Those of `late` parameters, of parameters without a gradient in the first average, and running
+    statistics follow: they are known after backward. The last bucket has for each parameter a 1 if
+    it has a gradient, `num_extra` numbers, the divisor as two numbers (in half precision one would
+    overflow, or be rounded) and the mark of a FillingBuffer. A gradient that no worker has stays
+    None.
+
+    `on_gradient` is called with the index of each parameter that is not late when its gradient is
+    complete. The buffers are kept between steps, and replaced if the parameters have changed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        late: Callable[[], Container[nn.Parameter]] = tuple,
+        num_extra: int = 0,
+        on_gradient: Callable[[int], None] | None = None,
+    ) -> None:
+        self._module, self._late, self._num_extra = module, late, num_extra
+        self._on_gradient, self._hooks = on_gradient, list[RemovableHandle]()
+        self._kinds: list[object] = []
+        self._unused: set[nn.Parameter] | None = None  # in the first average, equal on all workers
+        self._parameters: list[nn.Parameter] = []
+        self._filled: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions
+        self._memory: BucketMemory | None = None
+        self._copies: PinnedCopies | None = None
+
+    def prepare(self) -> None:
+        """Before a step, make the buffers and hooks of the current parameters if they are new."""
+        parameters = trainable_parameters(self._module)
+        statistics = running_statistics(self._module)
+        kinds = [(id(t), t.device, t.dtype, t.shape) for t in (*parameters, *statistics)]
+        if kinds != self._kinds:
+            self._kinds = list(kinds)
+            self._build(parameters, statistics)
+
+    def begin(self) -> FillingBuffer:
+        """Return the buffer to fill, with no gradient in it."""
+        assert self._memory is not None, "prepare() has made it"
+        self.clear()
+        self._num_missing = list(self._num_tensors)  # by bucket
+        self._filling = FillingBuffer(self._memory, self._receive)
+        return self._filling
+
+    def clear(self) -> None:
+        """Forget which gradients are in the buffer, and release them."""
+        self._filled.clear()
+        if self._copies is not None:
+            self._copies.streams.clear()
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        """Size of the pinned memory, which is allocated once."""
+        copies = self._copies
+        return 0 if copies is None else copies.memory.pinned_bytes + copies.totals.nbytes
+
+    def is_filled(self, index: int) -> bool:
+        return index in self._filled
 
     @torch.no_grad()
-    def write(self, flat: Tensor, *, divides: bool) -> None:
-        """Write back the average of what `read` returned; divide gradients by the divisor."""
-        parameters = trainable_parameters(self.module)
-        divisor = _DIVISOR_UNIT * float(flat[-2].real) + float(flat[-1].real)
-        flat = flat[:-2]
-        any_has_grad = flat[-len(parameters) :].real > 0
-        for parameter, has in zip(parameters, any_has_grad.tolist(), strict=True):
-            if has and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        flat = flat[: -len(parameters)]
-        if divides:
-            divide_by(divisor, [flat[: sum(_local(p).numel() for p in parameters)]])
-        tensors = self._gradients(parameters)  # a missing one is a zero that is thrown away
-        FlatBuffer([*tensors, *running_statistics(self.module)]).write(flat)
+    def fill(self, index: int) -> None:
+        """Copy the gradient of a parameter into the buffer; send buckets that are then full.
 
-    def _gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in parameters):
+        A sparse one is left for `fill_rest`, which follows `check_dense`.
+        """
+        gradient = self._parameters[index].grad
+        if gradient is not None and gradient.layout == torch.strided:
+            self._filled[index] = gradient, gradient._version
+            self._copy(index, gradient)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a gradient was changed or removed after it was copied."""
+        return any(
+            self._parameters[index].grad is not gradient or gradient._version != version
+            for index, (gradient, version) in self._filled.items()
+        )
+
+    def check_dense(self) -> None:
+        gradients = (p.grad for p in self._parameters)
+        if any(gradient is not None and gradient.layout != torch.strided for gradient in gradients):
             raise PolicyError(
                 "a sparse gradient",
                 expected="dense gradients, which can be averaged as one buffer",
                 fix="use nn.Embedding(..., sparse=False), or a policy that averages models",
             )
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+    @torch.no_grad()
+    def fill_rest(self) -> None:
+        """Fill in what backward has not: 0 for a parameter without a gradient, statistics."""
+        for index, parameter in enumerate(self._parameters):
+            if index not in self._filled:
+                self._copy(index, parameter.grad)
+        for index, tensor in enumerate(self._statistics, start=len(self._parameters)):
+            self._copy(index, tensor)
+        self._filled.clear()
+        if self._copies is not None:
+            self._copies.wait()
+
+    def fill_numbers(self, divisor: float, extra: Sequence[float] = ()) -> None:
+        """Complete the buffer with the last bucket."""
+        memory = self._filling.memory
+        flags = [float(p.grad is not None) for p in self._parameters]
+        numbers = [*flags, *extra, *divmod(divisor, _DIVISOR_UNIT), 0.0]
+        memory.flat[memory.buckets[-1]] = torch.tensor(
+            numbers, dtype=memory.flat.dtype, device="cpu"
+        )
+        self._filling.mark_filled(len(memory.buckets) - 1)
+
+    def mean_numbers(self) -> MeanNumbers:
+        memory, num = self._filling.memory, len(self._parameters)
+        *rest, high, low, mark = memory.mean[memory.buckets[-1]].real.tolist()
+        has_gradient, divisor = [flag > 0 for flag in rest[:num]], _DIVISOR_UNIT * high + low
+        if self._unused is None:
+            pairs = zip(self._parameters, has_gradient, strict=True)
+            self._unused = {parameter for parameter, has in pairs if not has}
+            if self._unused:  # the buckets before them would wait for the end of backward
+                self._kinds = []
+        return MeanNumbers(has_gradient, rest[num:], divisor, mark == 0)
+
+    @torch.no_grad()
+    def write(self, numbers: MeanNumbers, *, divides: bool) -> None:
+        """Write the mean into gradients and statistics; divide gradients by the divisor."""
+        if self._copies is None:
+            mean = self._filling.memory.mean
+            views = self._views(mean)
+        else:
+            mean, views = self._copies.receive_all(), self._own_views
+        if divides:
+            divide_by(numbers.divisor, [mean[: self._num_gradients]])
+        into, values = [*self._statistics], views[len(self._parameters) :]
+        for parameter, view, has in zip(
+            self._parameters, views, numbers.has_gradient, strict=False
+        ):
+            if has:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                into.append(_local(parameter.grad))
+                values.append(view)
+        if into:
+            torch._foreach_copy_(into, values)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _build(self, parameters: list[nn.Parameter], statistics: list[Tensor]) -> None:
+        self.close()
+        tied, unused = self._late(), self._unused or ()
+        late = [p for p in parameters if isinstance(p, DTensor) or p in tied or p in unused]
+        is_late = set(late)
+        early = [p for p in reversed(parameters) if p not in is_late]
+        self._parameters = early + late
+        self._statistics = [_local(tensor) for tensor in statistics]
+        tensors = [*map(_local, self._parameters), *self._statistics]
+        self._shapes = [tensor.shape for tensor in tensors]
+        sizes = [tensor.numel() for tensor in tensors]
+        self._num_gradients = sum(sizes[: len(parameters)])
+        dtypes = [getattr(p, "grad_dtype", None) or p.dtype for p in parameters]
+        dtype = _common_dtype([*dtypes, *(tensor.dtype for tensor in statistics)])
+        devices = {tensor.device for tensor in tensors}
+        first, most = (max(nbytes // dtype.itemsize, 1) for nbytes in (_FIRST_BUCKET, _BUCKET))
+        bounds = bucket_bounds(sizes[: len(early)], first, most)
+        rest = bucket_bounds(sizes[len(early) :], most, most)
+        bounds += [bounds[-1] + bound for bound in rest[1:]]
+        size, num_numbers = bounds[-1], len(parameters) + self._num_extra + 3
+        buckets = [slice(*pair) for pair in pairwise([*bounds, size + num_numbers])]
+        is_on_gpu = {device.type for device in devices} == {"cuda"} and len(devices) == 1
+        self._memory = self._make_memory(buckets, dtype, is_pinned=is_on_gpu)
+        self._copies = PinnedCopies(self._memory, size, *devices) if is_on_gpu else None
+        own = self._memory.flat if self._copies is None else self._copies.flat
+        self._own_views = self._views(own)
+        stops = [*accumulate(sizes, initial=0)]
+        self._buckets_of = [
+            [n for n, b in enumerate(buckets) if max(b.start, start) < min(b.stop, stop)]
+            for start, stop in pairwise(stops)
+        ]
+        counts = Counter(bucket for numbers in self._buckets_of for bucket in numbers)
+        self._num_tensors = [counts[bucket] for bucket in range(len(buckets))]
+        if self._on_gradient is not None and (is_on_gpu or {d.type for d in devices} == {"cpu"}):
+            self._hooks = gradient_hooks({p: self._hook(i) for i, p in enumerate(early)})
+
+    def _make_memory(
+        self, buckets: list[slice], dtype: torch.dtype, *, is_pinned: bool
+    ) -> BucketMemory:
+        """Make the host's buffers; keep them if only the order of parameters has changed."""
+        size, memory = buckets[-1].stop, self._memory
+        if memory is not None:
+            kept = len(memory.flat), memory.flat.dtype, memory.flat.is_pinned()
+            if kept == (size, dtype, is_pinned):
+                memory.buckets = buckets
+                return memory
+        flat = torch.empty(size, dtype=dtype, device="cpu", pin_memory=is_pinned)
+        return BucketMemory(flat, buckets)
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        on_gradient = self._on_gradient
+        assert on_gradient is not None, "hooks call it"
+        return lambda _: on_gradient(index)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        sizes = [shape.numel() for shape in self._shapes]
+        parts = flat[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _copy(self, index: int, tensor: Tensor | None) -> None:
+        if self._copies is not None:
+            self._copies.use_current_stream()
+        if tensor is None:
+            self._own_views[index].zero_()
+        else:
+            self._own_views[index].copy_(_local(tensor))
+        for bucket in self._buckets_of[index]:
+            self._num_missing[bucket] -= 1
+            if self._num_missing[bucket] == 0:
+                started = () if self._copies is None else self._copies.send(bucket)
+                self._filling.mark_filled(bucket, *started)
+
+    def _receive(self, bucket: int) -> None:
+        """In the averager's thread: take a bucket of the mean."""
+        if self._copies is not None:
+            self._copies.receive(bucket)
+
+
+class PinnedCopies:
+    """Copies of buckets between a flat buffer on a GPU and pinned memory.
+
+    A bucket is copied to the host behind the kernels that compute it, and its mean returns while
+    the next bucket is on its way: only the thread that sends a bucket waits for the GPU. The copies
+    in the two directions have separate streams.
+    """
+
+    def __init__(self, memory: BucketMemory, size: int, device: torch.device) -> None:
+        self.memory = memory
+        self.flat = torch.empty(size, dtype=memory.flat.dtype, device=device)
+        self.totals = torch.empty(
+            len(memory.buckets), dtype=torch.float32, device="cpu", pin_memory=True
+        )
+        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._device, self.streams = device, set[torch.cuda.Stream]()  # that compute gradients
+        self._copied: torch.cuda.Event | None = None
+        for stream in (self._to_host, self._to_device):
+            self.flat.record_stream(stream)  # after an error it may be freed without a wait
+
+    def use_current_stream(self) -> None:
+        """Let the current stream write into the buffer, which a failed average may still fill."""
+        stream = torch.cuda.current_stream(self._device)
+        if stream not in self.streams:
+            stream.wait_stream(self._to_device)
+            self.streams.add(stream)
+
+    def send(self, bucket: int) -> tuple[torch.cuda.Event, Tensor]:
+        """Start to copy a bucket and its sum to the host; return the end of the copy, and the sum.
+
+        The sum is not finite if a number is not.
+        """
+        part, copied = self.memory.buckets[bucket], torch.cuda.Event(blocking=True)
+        for stream in self.streams:
+            self._to_host.wait_stream(stream)
+        with torch.cuda.stream(self._to_host):
+            self.memory.flat[part].copy_(self.flat[part], non_blocking=True)
+            numbers = self.flat[part]
+            real = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+            self.totals[bucket].copy_(real.sum(dtype=torch.float32), non_blocking=True)
+            copied.record()
+        self._copied = copied
+        return copied, self.totals[bucket]
+
+    def wait(self) -> None:
+        """Wait until this worker's gradients are on the host: training needs their mean next."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def receive(self, bucket: int) -> None:
+        """Start to copy the mean of a bucket to the GPU."""
+        part = self.memory.buckets[bucket]
+        if part.start < len(self.flat):
+            with torch.cuda.stream(self._to_device):
+                self.flat[part].copy_(self.memory.mean[part], non_blocking=True)
+
+    def receive_all(self) -> Tensor:
+        """Return the buffer with the whole mean, for the current stream."""
+        torch.cuda.current_stream(self._device).wait_stream(self._to_device)
+        return self.flat
 
 
 def is_finite(flat: Tensor) -> bool:

@@ -54,6 +54,7 @@ from polyrhythm.types import Bytes, Seconds, Worker
 ShardSlices = list[list[slice]]  # per bucket, the shard of each member
 
 _MIN_TIMEOUT: Seconds = 0.001  # for gloo, 0 means no limit
+_SUM_BLOCK = 2**18  # numbers
 _NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16  # that a tag can distinguish; a tag is below 2**30
 _HANDSHAKE_TIMEOUT: Seconds = 20.0  # of two peers that are both present
 _PAIR = Members((0, 1))  # of a connection
@@ -93,7 +94,7 @@ class _PeerConnection(NamedTuple):
 
 
 class PeerConnections:
-    """The connections of one worker; used by one thread, but any thread may call `abort`."""
+    """The connections of one worker; used by one thread, but any may call `abort` and `post`."""
 
     def __init__(self, store: Store, me: Peer) -> None:
         """`store`: a connection for this object alone; a wait for a key blocks all its users."""
@@ -307,7 +308,7 @@ def shard_slices(
     """
     bucket_size = max(num if bucket is None else bucket // element_bytes, 1)
     stops = sorted(range(num, 0, -bucket_size))
-    return [_shard_bucket(*bounds, size, element_bytes) for bounds in pairwise([0, *stops])]
+    return [shard_bucket(*bounds, size, element_bytes) for bounds in pairwise([0, *stops])]
 
 
 def all_reduce_mean(
@@ -357,11 +358,12 @@ def reduce_scatter(
         exchange.receive(messages, [rows[i] for i in exchange.others], tag=bucket_tag)
         exchange.send(messages, [flat[owned[i]] for i in exchange.others], tag=bucket_tag)
         in_flight.append((owned[index], rows, messages))
-    result, deadline = torch.empty_like(flat), time.monotonic() + timeout
+    result = torch.empty_like(flat, pin_memory=flat.is_pinned())
+    deadline = time.monotonic() + timeout
     while in_flight:
         shard, rows, messages = in_flight.popleft()
         messages.wait_until(deadline)
-        result[shard] = _weighted_sum(rows, weights)
+        weighted_sum(rows, weights, result[shard])
     return result
 
 
@@ -426,7 +428,7 @@ class PostedMessages:
             yield shard
 
 
-def _shard_bucket(start: int, stop: int, size: int, element_bytes: Bytes) -> list[slice]:
+def shard_bucket(start: int, stop: int, size: int, element_bytes: Bytes) -> list[slice]:
     """Return the shard of each member; the first member owns all of a small bucket."""
     num = stop - start
     if num * element_bytes <= SMALL:
@@ -436,14 +438,17 @@ def _shard_bucket(start: int, stop: int, size: int, element_bytes: Bytes) -> lis
     return [slice(first, end) for first, end in pairwise(bounds)]
 
 
-def _weighted_sum(rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+def weighted_sum(rows: Sequence[Tensor], weights: Sequence[float], into: Tensor) -> None:
     """Sum in the order of members, so that the result does not depend on the owner."""
-    dtype = rows[0].dtype
-    sum_dtype = torch.float32 if dtype in HALF_PRECISION else dtype
-    total = rows[0].to(sum_dtype) * weights[0]
-    for row, weight in zip(rows[1:], weights[1:], strict=True):
-        total += row.to(sum_dtype) * weight
-    return total.to(dtype)
+    is_half = into.dtype in HALF_PRECISION
+    # By blocks: what is allocated for a product stays in the cache.
+    for block, *parts in zip(*(row.split(_SUM_BLOCK) for row in (into, *rows)), strict=True):
+        total = torch.empty_like(block, dtype=torch.float32) if is_half else block
+        torch.mul(parts[0].to(total.dtype), weights[0], out=total)
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            total += part.to(total.dtype) * weight
+        if is_half:
+            block.copy_(total)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

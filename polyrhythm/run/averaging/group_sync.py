@@ -54,7 +54,7 @@ from polyrhythm.sync.members import Limits
 from polyrhythm.sync.modes import SYNC_MODES
 from polyrhythm.sync.policies.local import OuterNesterov
 from polyrhythm.sync.setup import Setup
-from polyrhythm.types import AverageTimings, Seconds, Worker
+from polyrhythm.types import AverageTimings, Bytes, Seconds, Worker
 
 # Of the timeout: the scheduler reports the missing workers before this worker's wait ends.
 _AVERAGE_ALL_SHARE = 0.9
@@ -253,6 +253,12 @@ class GroupSync:
     def pop_stats(self) -> AverageTimings:
         """Return the time spent on averages since the last call; zero under `static`."""
         return AverageTimings(0.0, 0.0, 1) if self._client is None else self._client.pop_timings()
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        """Size of the pinned memory for gradients on a GPU; allocated in the first step."""
+        strategy = self._strategy
+        return strategy.pinned_bytes if isinstance(strategy, GradientAveraging) else 0
 
     def lost_pipelines(self) -> set[int]:
         """Return the pipelines that have lost a worker; only the coordinator's host knows them."""

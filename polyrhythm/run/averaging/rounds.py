@@ -7,6 +7,10 @@ applies it at the end of the next step: it then adds the difference to the curre
 (x += mean - published). Differences of a group sum to zero, so the mean of all weights is kept.
 State that decays is treated otherwise (`buffers.merge_state`).
 
+Gradients are published while backward still computes them: the exchange of each bucket waits until
+it is filled. A buffer that will not be completed is retracted: its exchange fails, nothing has
+changed, and the group is tried again with the buffer that is published next.
+
 A split all-reduce (`split_all_reduce.py`) is valid at Commit as well, when each member has its own
 shard of the mean. Training continues, and the thread all-gathers the shards of the others.
 
@@ -37,7 +41,13 @@ from polyrhythm.events import WORKERS
 from polyrhythm.run.averaging.buffers import ReplicaState, check_finite
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections, all_reduce_mean
 from polyrhythm.run.averaging.rendezvous import Rendezvous
-from polyrhythm.run.averaging.split_all_reduce import SplitAllReduce, StreamingBuffer
+from polyrhythm.run.averaging.split_all_reduce import (
+    BucketedAllReduce,
+    FillingBuffer,
+    SplitAllReduce,
+    StreamingBuffer,
+)
+from polyrhythm.run.comm.process_groups import step_timeout
 from polyrhythm.run.comm.store import WARN_AFTER
 from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, JobKeys
@@ -64,7 +74,7 @@ from polyrhythm.types import AverageTimings, Seconds
 
 # Reached only without a scheduler, which sends Abort to a group that waits too long.
 _EXCHANGE_TIMEOUT: Seconds = 900.0
-_CLOSE_TIMEOUT: Seconds = 30.0  # for the thread to end; its exchange has been aborted
+_CLOSE_TIMEOUT: Seconds = 30.0  # for the thread to end an exchange that has been aborted
 
 _logger = logging.getLogger(__name__)
 
@@ -118,6 +128,7 @@ class Averager:
         self._changed = threading.Condition()
         self._published: Tensor | None = None
         self._value: Tensor | None = None  # `_published` plus all averages since
+        self._filling: FillingBuffer | None = None  # fills `_published`, if training still does
         self._streaming_buffer: StreamingBuffer | None = None  # fills `_value` during an all-gather
         self._is_unsplit = True  # average the published buffer in one piece
         self._clock: int | None = None  # of the step that has not ended yet
@@ -136,22 +147,44 @@ class Averager:
         clock: int,
         *,
         average_all: bool = False,
+        filling: FillingBuffer | None = None,
     ) -> Tensor:
         """Publish the buffer that `read` returns after a local update, and return it.
 
-        `read` gets the result since the last publish, to apply it first.
+        `read` gets the result since the last publish, to apply it first. `filling`: fills the
+        buffer from now on. After `retract` the buffer replaces the retracted one.
         """
         with self._changed:
             self._raise_error()
-            assert self._clock is None, "the last step has ended"
+            is_ready = self.is_ready
+            assert not is_ready or self._value is None, "the last step has ended"
             self._published = self._value = flat = read(self._pop_locked())
-            self._clock, self._skip_reason = clock, None
+            self._clock = self._clock if is_ready else clock
+            self._filling, self._skip_reason = filling, None
             self._streaming_buffer, self._is_unsplit = None, average_all or not self._decoupled
             self._changed.notify_all()
-        worker, incarnation = self._connections.me
-        message = AverageAll if average_all else Ready
-        self._send(message(worker, clock, incarnation))
+        if not is_ready:
+            worker, incarnation = self._connections.me
+            message = AverageAll if average_all else Ready
+            self._send(message(worker, clock, incarnation))
         return flat
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the scheduler counts this worker as ready: its step has not ended yet."""
+        return self._clock is not None
+
+    def retract(self, why: str) -> None:
+        """Withdraw a buffer that will not be completed; return when no exchange uses it.
+
+        This worker stays ready: `publish` another buffer in its place.
+        """
+        worker = str(self._connections.me.worker)
+        with self._changed:
+            if self._filling is not None:
+                self._filling.fail(PeerError(worker, action="averaging", waited=0.0, cause=why))
+            self._filling = self._published = self._value = None
+            self._changed.wait_for(lambda: self._running is None, _CLOSE_TIMEOUT)
 
     def wait(self, timeout: Seconds, action: str, warn_after: Seconds = math.inf) -> str | None:
         """Wait until the step has ended; return why its average failed, or None."""
@@ -193,7 +226,7 @@ class Averager:
             with self._changed:
                 self._aborted.add(command.gid)
                 running = self._running
-                self._changed.notify_all()
+                self._wake()
             # Abort before queueing the command: no later group uses these connections yet.
             if running is not None and running[0] == command.gid:
                 self._connections.abort(running[1])
@@ -204,7 +237,7 @@ class Averager:
         with self._changed:
             self._error = self._error or error
             running = self._running
-            self._changed.notify_all()
+            self._wake()
         if running is not None:
             self._connections.abort(running[1])
 
@@ -225,6 +258,11 @@ class Averager:
         result = AverageResult(self._published, self._value, self._streaming_buffer)
         self._published = self._value
         return result
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        if self._filling is not None:
+            self._filling.wake()
 
     def _step_has_ended(self) -> bool:
         return self._clock is None or self._error is not None
@@ -271,25 +309,31 @@ class Averager:
             self._changed.wait_for(lambda: self._can_start(assign.gid))
             if self._error or assign.gid in self._aborted:
                 return
-            published = self._value
+            published, filling = self._value, self._filling
             assert published is not None, "training publishes before it sends Ready"
             self._running = assign.gid, others
-        exchange = self._exchange(assign, members, others, published)
+        exchange = self._exchange(assign, members, others, published, filling)
         with self._changed:
             self._running, self._pending_exchange = None, exchange
+            self._changed.notify_all()
         if exchange is None:
             self._connections.drop(peer.worker for peer in others)
         worker, incarnation = self._connections.me
         self._send(Done(worker, assign.gid, exchange is not None, incarnation))
 
     def _can_start(self, gid: int) -> bool:
-        is_ready = self._clock is not None
-        if self._answers_while_computing:
-            is_ready = self._published is not None
+        is_ready = self._published is not None
+        if not self._answers_while_computing:
+            is_ready = is_ready and self._clock is not None
         return is_ready or gid in self._aborted or self._error is not None
 
     def _exchange(
-        self, assign: Assign, members: list[Peer], others: list[Peer], published: Tensor
+        self,
+        assign: Assign,
+        members: list[Peer],
+        others: list[Peer],
+        published: Tensor,
+        filling: FillingBuffer | None,
     ) -> _Exchange | None:
         """Run the all-reduce or its reduce-scatter; None if a peer was lost.
 
@@ -308,7 +352,19 @@ class Averager:
             )
             if should_stop():  # set while the last connection was made, which cannot be aborted
                 return None
-            if self._is_unsplit:
+            duration: Seconds | None = None
+            if filling is not None:
+                bucketed = BucketedAllReduce(
+                    self._connections,
+                    members,
+                    filling,
+                    number=gid,
+                    timeout=_EXCHANGE_TIMEOUT,
+                    should_stop=should_stop,
+                )
+                mean = bucketed.run(weights)
+                duration = bucketed.duration
+            elif self._is_unsplit:
                 mean = all_reduce_mean(
                     self._connections,
                     members,
@@ -320,7 +376,8 @@ class Averager:
             else:
                 split = SplitAllReduce(self._connections, members, published, number=gid)
                 mean = split.reduce_scatter(weights, timeout=_EXCHANGE_TIMEOUT)
-            duration = time.perf_counter() - start
+            if duration is None:
+                duration = time.perf_counter() - start
             timeout, why = assign.timeout, assign.why
             return _Exchange(gid, published, mean, split, timeout, why, start, duration)
         except PeerError as error:
@@ -446,6 +503,16 @@ class GroupClient:
         """Ask for a group at the start of the step after which it is needed."""
         self._send(Request(self.me.worker, self._clock + 1, self.me.incarnation))
 
+    def publish_filling(self, buffer: FillingBuffer) -> None:
+        """Publish gradients that training still fills in; after `retract`, in place of others."""
+        self._clock += not self._averager.is_ready
+        # As in DDP, all replicas see what is not finite.
+        self._averager.publish(lambda _: buffer.memory.flat, self._clock, filling=buffer)
+
+    def retract(self, why: str) -> None:
+        """Withdraw gradients that will not be completed."""
+        self._averager.retract(why)
+
     def publish(self, read: Callable[[AverageResult | None], Tensor]) -> Tensor:
         """Publish the buffer that `read` returns, to be averaged in a group."""
         self._clock += 1
@@ -457,18 +524,33 @@ class GroupClient:
         self, read: Callable[[AverageResult | None], Tensor], step: int
     ) -> AverageResult | None:
         """Average models with all workers of the stage; None if there is no other worker."""
+        if self._averager.is_ready:
+            raise PolicyError(
+                "average_all() while gradients are averaged",
+                expected="average_all() after optimizer.step()",
+                fix="call optimizer.step() after each backward, then average_all()",
+            )
         self._clock += 1
         self._averager.publish(self._checked(read), self._clock, average_all=True)
-        self.wait(step, needed="averaging all workers", warn_after=WARN_AFTER)
+        needed, timeout = "averaging all workers", self._timeout
+        self.wait(step, needed=needed, warn_after=WARN_AFTER, timeout=timeout)
         return self.pop_result()
 
-    def wait(self, step: int, *, needed: str = "", warn_after: Seconds = math.inf) -> None:
-        """Wait until the scheduler has ended the step; `step` is for the log.
+    def wait(
+        self,
+        step: int,
+        *,
+        needed: str = "",
+        warn_after: Seconds = math.inf,
+        timeout: Seconds | None = None,
+    ) -> None:
+        """Wait until the scheduler has ended the step, longer if it is one of the first.
 
         `needed` names the action that cannot continue without an average: a Skip then raises.
         """
         start = time.perf_counter()
-        why = self._averager.wait(self._timeout, needed or "waiting for a group", warn_after)
+        timeout = step_timeout(self._timeout, step) if timeout is None else timeout
+        why = self._averager.wait(timeout, needed or "waiting for a group", warn_after)
         self._waited += time.perf_counter() - start
         if self._log is not None:
             self._log.write("sync", start=self._log.at(start), step=step, name=self._policy)

@@ -1,5 +1,9 @@
-"""An all-reduce split at the Commit: reduce-scatter before it, all-gather after it.
+"""All-reduces by buckets: of a buffer that is still being filled, or split at the Commit.
 
+`BucketedAllReduce` averages gradients while backward computes them: it sends each bucket of a
+`FillingBuffer` as soon as training has filled it. The mean is valid at the Commit as a whole.
+
+`SplitAllReduce` runs its reduce-scatter before the Commit and its all-gather after it.
 `reduce_scatter` computes this member's shard of each bucket; then the member may send Done. After
 the Commit, `all_gather` collects the shards of all members while training continues and waits for
 each bucket where it needs it (`StreamingBuffer`). A member that has everything sends END to the
@@ -11,9 +15,11 @@ another member is lost, they do so again. In the end they are exact copies. A me
 late for the agreement, or the only survivor, keeps its own numbers for the missing shards.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,12 +33,15 @@ from polyrhythm.run.averaging.exchange import (
     PostedMessages,
     post_all_gather,
     reduce_scatter,
+    shard_bucket,
     shard_slices,
     tag,
+    weighted_sum,
 )
+from polyrhythm.run.comm.reduce_scatter import DirectExchange
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.sync.repair import plan_transfers
-from polyrhythm.types import Seconds
+from polyrhythm.types import Bytes, Seconds
 
 _MIN_TIMEOUT: Seconds = 15.0  # as the coordinator's heartbeat timeout
 # Between two survivors that notice a loss: one may first have to wait for a bucket.
@@ -40,6 +49,236 @@ _PEER_TIMEOUT: Seconds = 5.0
 _SURVIVORS = "survivors"  # prefix of the agreement's keys
 _POLL: Seconds = 0.002  # of the survivors' reports, initially; doubled up to _LONGEST_POLL
 _LONGEST_POLL: Seconds = 0.05
+
+
+@dataclass(slots=True)
+class BucketMemory:
+    """The buffers of a bucketed all-reduce, kept between steps; one average at a time uses them."""
+
+    flat: Tensor  # the published numbers, which the mean never overwrites
+    buckets: list[slice]
+    mean: Tensor = field(init=False)
+    _received: Tensor = field(init=False)  # addends of this worker's shards
+
+    def __post_init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Replace what a failed exchange has used: messages may still arrive there."""
+        self.mean = torch.empty_like(self.flat, pin_memory=self.flat.is_pinned())
+        self._received = self.flat.new_empty(0)
+
+    def received(self, num_rows: int, num: int) -> Tensor:
+        """Return memory for `num` addends from each of `num_rows` workers."""
+        if self._received.shape != (num_rows, num):
+            self._received = self.flat.new_empty(num_rows, num)
+        return self._received
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        return sum(flat.nbytes for flat in (self.flat, self.mean) if flat.is_pinned())
+
+
+class FillingBuffer:
+    """A buffer that training fills bucket by bucket while it is averaged: one object per step.
+
+    The counterpart of StreamingBuffer on the sending side. The last number of the buffer marks that
+    another one is not finite: it is 0 or 1, and its mean is above 0 if any worker has set it.
+    """
+
+    def __init__(self, memory: BucketMemory, on_mean: Callable[[int], None]) -> None:
+        """`on_mean` is called in the averager's thread with each bucket of the mean."""
+        self.memory, self.on_mean = memory, on_mean
+        self.changed = threading.Condition()
+        self.filled_at: Seconds = math.inf  # when the last bucket was filled
+        self._filled: dict[int, tuple[torch.cuda.Event | None, Tensor | None]] = {}
+        self._finite: dict[int, bool] = {}  # of the buckets that were checked
+        self._error: Exception | None = None
+
+    def mark_filled(
+        self, bucket: int, copied: torch.cuda.Event | None = None, total: Tensor | None = None
+    ) -> None:
+        """Mark a bucket as filled once `copied` is over; `total`: its sum, copied with it."""
+        with self.changed:
+            self._filled[bucket] = copied, total
+            if len(self._filled) == len(self.memory.buckets):
+                self.filled_at = time.perf_counter()
+            self.changed.notify_all()
+
+    def wait(self, bucket: int, deadline: Seconds, should_stop: Callable[[], bool]) -> None:
+        """Wait until a bucket can be sent; raises the error of `fail`, or PeerError."""
+        start = time.monotonic()
+        with self.changed:
+            self.changed.wait_for(
+                lambda: bucket in self._filled or self._error or should_stop(),
+                max(deadline - start, 0.0),
+            )
+            if self._error is not None:
+                raise self._error
+            if bucket not in self._filled:
+                cause = "the group was aborted" if should_stop() else "backward has not filled it"
+                waited = time.monotonic() - start
+                raise PeerError("this worker", action="averaging", waited=waited, cause=cause)
+            copied, _ = self._filled[bucket]
+        if copied is not None:
+            copied.synchronize()
+
+    def wake(self) -> None:
+        """Let threads that wait look at their `should_stop` again."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Make current and later waits raise `error`: the buffer will not be complete."""
+        with self.changed:
+            self._error = self._error or error
+            self.changed.notify_all()
+
+    def is_bucket_finite(self, bucket: int) -> bool:
+        """Check a bucket that can be sent, once; a look at the sum is enough if it is finite."""
+        if bucket not in self._finite:
+            flat, (_, total) = self.memory.flat[self.memory.buckets[bucket]], self._filled[bucket]
+            total = flat.sum() if total is None else total
+            self._finite[bucket] = bool(total.isfinite()) or bool(flat.isfinite().all())
+        return self._finite[bucket]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are finite, once all buckets can be sent."""
+        return all(map(self.is_bucket_finite, range(len(self.memory.buckets))))
+
+
+class BucketedAllReduce:
+    """One member's side of the all-reduce of a FillingBuffer; runs in the averager's thread.
+
+    A second thread sends the buckets as training fills them; this one sums each bucket that has
+    arrived, and gathers it while the next ones are on their way.
+    """
+
+    def __init__(
+        self,
+        connections: PeerConnections,
+        members: Sequence[Peer],
+        buffer: FillingBuffer,
+        *,
+        number: int,
+        timeout: Seconds,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self._connections, self._buffer, self._memory = connections, buffer, buffer.memory
+        self._number, self._timeout, self._should_stop = number, timeout, should_stop
+        self._others = [peer for peer in members if peer != connections.me]
+        self._index = members.index(connections.me)
+        self._exchange = DirectExchange(members, self._index)
+        self._shards = [
+            shard_bucket(b.start, b.stop, len(members), self._memory.flat.element_size())
+            for b in self._memory.buckets
+        ]
+        self._start, self._deadline = time.perf_counter(), time.monotonic() + timeout
+        self._num_sent, self._has_ended = 0, False
+        self._error: Exception | None = None  # of the thread that sends
+        self._ends: list[Seconds] = []  # when the mean of each bucket had arrived
+
+    def run(self, weights: Sequence[float]) -> Tensor:
+        """Return the weighted mean; raises PeerError if a member is lost, or the buffer fails."""
+        size_tag, size = tag(MessageKind.SIZE, self._number), self._memory.flat.nbytes
+        self._connections.check_sizes(self._others, size, tag=size_tag, timeout=self._timeout)
+        sender = threading.Thread(target=self._send, name="gradient sender", daemon=True)
+        sender.start()
+        try:
+            self._reduce(weights)
+        except PeerError:
+            self._memory.renew()
+            if self._error is not None:  # it has aborted the connections
+                raise self._error from None
+            raise
+        finally:
+            self._has_ended = True
+            self._buffer.wake()
+            sender.join()
+        return self._memory.mean
+
+    @property
+    def duration(self) -> Seconds:
+        """How long the exchange takes if it starts when the whole buffer is filled.
+
+        Estimated from the part that had not arrived when this worker filled its last bucket.
+        """
+        start = max(self._start, self._buffer.filled_at)
+        ends = zip(self._memory.buckets, self._ends, strict=True)
+        rest = sum(bucket.stop - bucket.start for bucket, end in ends if end > start)
+        scale = self._memory.flat.numel() / rest
+        return min(scale * (self._ends[-1] - start), self._ends[-1] - self._start)
+
+    def _send(self) -> None:
+        """Send each bucket once it is filled; the last one says whether all are finite."""
+        flat, buffer, last = self._memory.flat, self._buffer, len(self._shards) - 1
+        try:
+            for bucket, owned in enumerate(self._shards):
+                buffer.wait(bucket, self._deadline, self._stops)
+                if bucket == last and not buffer.is_finite:
+                    flat[-1] = 1.0
+                shards = [flat[owned[i]] for i in self._exchange.others]
+                messages = PostedMessages(self._connections)
+                scatter_tag = tag(MessageKind.REDUCE_SCATTER, self._number, bucket)
+                self._exchange.send(messages, shards, tag=scatter_tag)
+                with buffer.changed:
+                    self._num_sent += 1
+                    buffer.changed.notify_all()
+                buffer.is_bucket_finite(bucket)  # while it is on its way
+        except Exception as error:
+            self._error = error
+            buffer.wake()
+            self._connections.abort(self._others)  # wakes the other thread, and the other members
+
+    def _reduce(self, weights: Sequence[float]) -> None:
+        """Sum and gather the buckets in order; a bucket is gathered while the next is summed."""
+        posted = self._post_receives()
+        for bucket, (rows, addends, gathered) in enumerate(posted):
+            self._wait_until_sent(bucket)
+            addends.wait_until(self._deadline)
+            own = self._memory.mean[self._shards[bucket][self._index]]
+            weighted_sum(rows, weights, own)
+            gather_tag = tag(MessageKind.ALL_GATHER, self._number, bucket)
+            self._exchange.send(gathered, [own] * len(self._others), tag=gather_tag)
+            if bucket > 0:
+                self._finish(bucket - 1, posted[bucket - 1][2])
+        self._finish(len(posted) - 1, posted[-1][2])
+
+    def _finish(self, bucket: int, gathered: PostedMessages) -> None:
+        gathered.wait_until(self._deadline)
+        self._ends.append(time.perf_counter())
+        self._buffer.on_mean(bucket)
+
+    def _wait_until_sent(self, bucket: int) -> None:
+        with self._buffer.changed:
+            self._buffer.changed.wait_for(  # the sending thread has a deadline
+                lambda: self._num_sent > bucket or self._error is not None
+            )
+        if self._error is not None:
+            raise self._error
+
+    def _post_receives(self) -> list[tuple[list[Tensor], PostedMessages, PostedMessages]]:
+        """Post all receives; return per bucket the rows to sum, and the messages of both phases."""
+        flat, mean, others = self._memory.flat, self._memory.mean, self._exchange.others
+        own = [owned[self._index] for owned in self._shards]
+        sizes = [shard.stop - shard.start for shard in own]
+        received = self._memory.received(len(others), sum(sizes)).split(sizes, dim=1)
+        posted = []
+        for bucket, (owned, into) in enumerate(zip(self._shards, received, strict=True)):
+            addends, gathered = (PostedMessages(self._connections) for _ in range(2))
+            scatter_tag, gather_tag = (
+                tag(kind, self._number, bucket)
+                for kind in (MessageKind.REDUCE_SCATTER, MessageKind.ALL_GATHER)
+            )
+            self._exchange.receive(addends, into, tag=scatter_tag)
+            self._exchange.receive(gathered, [mean[owned[i]] for i in others], tag=gather_tag)
+            by_member = {self._index: flat[own[bucket]], **dict(zip(others, into, strict=True))}
+            posted.append(([by_member[i] for i in sorted(by_member)], addends, gathered))
+        return posted
+
+    def _stops(self) -> bool:
+        return self._has_ended or self._should_stop()
 
 
 class SplitAllReduce:

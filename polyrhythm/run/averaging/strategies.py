@@ -1,9 +1,10 @@
 """What a GroupSync does in each step: average gradients, or models in one of several ways.
 
 `GradientAveraging` averages the gradients of all workers before the optimizer's step, so that all
-replicas are equal. `balanced` yields the mean over the micro-batches of the global batch, of which
-each worker computes as many as it can in equal time; every worker's step time is sent with the
-gradients, so that all assign the same micro-batches.
+replicas are equal; with a Pipeline, bucket by bucket while backward computes them. `balanced`
+yields the mean over the micro-batches of the global batch, of which each worker computes as many as
+it can in equal time; every worker's step time is sent with the gradients, so that all assign the
+same micro-batches.
 
 The others average models at the end of steps: in groups of the scheduler, by a fixed rule, or on a
 server. If training waits for the average, all members of a group continue from exact copies. With
@@ -20,7 +21,7 @@ worker that is alone takes its own model as the mean.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,39 +30,69 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.averaging.buffers import (
-    GradientBuffer,
+    GradientBuckets,
+    MeanNumbers,
     ReplicaState,
     check_finite,
-    is_finite,
     trainable_parameters,
 )
 from polyrhythm.run.averaging.exchange import all_reduce_mean
 from polyrhythm.run.averaging.parameter_server import ParameterServerClient
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.rounds import AverageResult, GroupClient
-from polyrhythm.run.averaging.split_all_reduce import StreamingBuffer
+from polyrhythm.run.averaging.split_all_reduce import FillingBuffer, StreamingBuffer
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, state_hooks
-from polyrhythm.run.pipeline.loss import NonFiniteWarnings
+from polyrhythm.run.pipeline.executor import local
+from polyrhythm.run.pipeline.loss import NonFiniteWarnings, divide_by
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.policies.balanced import MicrobatchBalancer
 from polyrhythm.sync.policies.local import OuterNesterov, pseudo_gradient
 from polyrhythm.sync.policies.static import NodeLayout
 from polyrhythm.sync.setup import Setup
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import Bytes, Seconds, Worker
 
 _FAILED_TIMEOUT: Seconds = 2.0  # for the rest of an average after training has failed
 
 
 class GradientAveraging:
-    def __init__(self, model: ReplicaState, client: GroupClient, pipeline: Pipeline | None) -> None:
+    """Average gradients; with a Pipeline during the last backward of a step, else after it.
+
+    Gradients that change between backward and the average are published again, as they are then.
+    """
+
+    def __init__(
+        self,
+        model: ReplicaState,
+        client: GroupClient,
+        pipeline: Pipeline | None,
+        *,
+        num_extra: int = 0,
+    ) -> None:
+        """`num_extra`: numbers that are averaged with the gradients."""
         self.num_steps = 0
         self._model, self._client, self._pipeline = model, client, pipeline
-        self._gradients = GradientBuffer(model.module)
+        # Whether to start in the backward; if not, hooks would only cost time.
+        self._streams = pipeline is not None and pipeline.has_last_backward
+        self._is_streaming = False  # in the last backward
+        self._gradients = GradientBuckets(
+            model.module,
+            late=(lambda: pipeline.tied) if pipeline is not None else tuple,
+            num_extra=num_extra,
+            on_gradient=self._on_gradient if self._streams else None,
+        )
+        self._filling: FillingBuffer | None = None  # published, but not averaged yet
         if pipeline is not None:
             pipeline.defer_division(True)  # by the labels of all pipelines
+            if self._streams:
+                pipeline.set_last_backward_context(self._last_backward)
         self._is_averaged = False  # the user called average_gradients() before optimizer.step()
         self._warnings, self._is_mean_finite = NonFiniteWarnings(), True  # of the last gradients
         self._hook = model.optimizer.register_step_pre_hook(self._before_update)
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        """Size of the pinned memory of gradients on a GPU."""
+        return self._gradients.pinned_bytes
 
     def average_gradients(self) -> None:
         self.num_steps += 1
@@ -80,8 +111,61 @@ class GradientAveraging:
     def close(self, *, graceful: bool) -> None:
         if self._pipeline is not None:
             self._pipeline.defer_division(False)
+            if self._pipeline.has_last_backward:
+                self._pipeline.set_last_backward_context(contextlib.nullcontext)
+        self._gradients.close()
         self._hook.remove()
         self._client.close(graceful=graceful)
+
+    @contextlib.contextmanager
+    def _last_backward(self) -> Iterator[None]:
+        """Publish gradients while the last backward of a step computes them."""
+        if self._filling is not None:
+            self._stop_streaming("gradients of several steps are accumulated")
+        elif self._streams:
+            self._gradients.prepare()
+        self._is_streaming = self._streams
+        try:
+            with self._retract_on_error():
+                yield
+        finally:
+            self._is_streaming = False
+
+    @contextlib.contextmanager
+    def _retract_on_error(self) -> Iterator[None]:
+        """After an error, let the exchange fail at once: the others would wait for the rest."""
+        try:
+            yield
+        except BaseException as error:
+            self._retract(f"its gradients are not complete: {type(error).__name__}")
+            raise
+
+    def _on_gradient(self, index: int) -> None:
+        """In a hook: the gradient of a parameter is complete."""
+        if not self._is_streaming:
+            return
+        if self._filling is None:
+            self._publish()
+        if self._gradients.is_filled(index):
+            # As by checkpoints with use_reentrant=True: the first one may be on its way.
+            self._stop_streaming("a gradient is computed in several parts")
+        else:
+            self._gradients.fill(index)
+
+    def _publish(self) -> None:
+        self._filling = self._gradients.begin()
+        self._client.publish_filling(self._filling)
+
+    def _retract(self, why: str) -> None:
+        if self._filling is not None:
+            self._filling = None
+            self._client.retract(why)
+            self._gradients.clear()
+
+    def _stop_streaming(self, why: str) -> None:
+        """From now on, start after backward; the average in flight would be wrong."""
+        self._streams = self._is_streaming = False
+        self._retract(why)
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_averaged:
@@ -92,38 +176,57 @@ class GradientAveraging:
                 parameter.grad = None  # the optimizer skips this step
 
     def _average(self) -> None:
-        divisor = self._pop_divisor()
-        flat = self._gradients.read(divisor or 0.0)
-        mean = self._mean(flat)
-        if mean is not None or divisor is not None:
-            self._write(flat if mean is None else mean, divides=divisor is not None)
+        with self._retract_on_error():
+            self._fill()
+            divisor = self._pop_divisor()
+            self._gradients.fill_numbers(divisor or 0.0)
+        self._write_mean(divisor)
 
-    def _write(self, mean: Tensor, *, divides: bool) -> None:
-        """Write the mean of the gradients; one that is not finite only as inf, for a GradScaler."""
-        self._is_mean_finite = is_finite(mean)
-        if self._is_mean_finite:
-            self._gradients.write(mean, divides=divides)
-            return
-        for parameter in trainable_parameters(self._model.module):
-            if parameter.grad is not None:
-                parameter.grad.fill_(math.inf)
+    def _fill(self) -> None:
+        """Fill in and publish what is left of the gradients; wait until the GPU has done so."""
+        if self._filling is not None and self._gradients.has_changed:
+            self._stop_streaming("its gradients were changed after backward")
+        if self._filling is None:
+            self._gradients.prepare()
+        self._gradients.check_dense()
+        if self._filling is None:
+            self._publish()
+        self._gradients.fill_rest()
+
+    def _write_mean(self, divisor: float | None) -> list[float]:
+        """Wait for the mean and write it; return the extra numbers, empty for a single worker.
+
+        What is not finite is averaged, so that all replicas see it and skip the step: it is written
+        as inf, for a GradScaler.
+        """
+        filling, self._filling = self._filling, None
+        assert filling is not None, "the gradients are published"
+        self._client.wait(self.num_steps - 1, needed="averaging gradients")
+        worker, step = self._client.me.worker, self.num_steps - 1
+        is_scaled = self._pipeline is not None and self._pipeline.is_loss_scaled
+        is_fine = is_scaled or filling.is_finite
+        self._warnings.after(is_finite=is_fine, step=step, worker=worker)
+        if self._client.pop_result() is None:  # this worker is the only one
+            self._is_mean_finite = divisor is None or filling.is_finite
+            numbers = MeanNumbers([], [], divisor or 0.0, self._is_mean_finite)
+            if self._is_mean_finite:
+                gradients = (p.grad for p in trainable_parameters(self._model.module))
+                divide_by(numbers.divisor, [local(g) for g in gradients if g is not None])
+        else:
+            numbers = self._gradients.mean_numbers()
+            self._is_mean_finite = numbers.is_finite
+            if self._is_mean_finite:
+                self._gradients.write(numbers, divides=divisor is not None)
+        if not self._is_mean_finite:
+            for parameter in trainable_parameters(self._model.module):
+                if parameter.grad is not None:
+                    parameter.grad.fill_(math.inf)
+        return numbers.extra
 
     def _pop_divisor(self) -> float | None:
         """Return the divisor of this pipeline's gradients; None if labels are not counted."""
         divisor = None if self._pipeline is None else self._pipeline.pop_divisor()
         return None if divisor is None else float(divisor)
-
-    def _mean(self, flat: Tensor) -> Tensor | None:
-        """Return the mean of `flat`, or None if this worker is the only one.
-
-        What is not finite is averaged, so that all replicas see it and skip the step.
-        """
-        worker, step = self._client.me.worker, self.num_steps - 1
-        self._warnings.after(is_finite=is_finite(flat), step=step, worker=worker)
-        self._client.publish(lambda _: flat)
-        self._client.wait(self.num_steps - 1, needed="averaging gradients")
-        result = self._client.pop_result()
-        return None if result is None else result.value
 
 
 class BalancedGradientAveraging(GradientAveraging):
@@ -134,7 +237,8 @@ class BalancedGradientAveraging(GradientAveraging):
         num_pipelines: int,
         pipeline: Pipeline | None,
     ) -> None:
-        super().__init__(model, client, pipeline)
+        # For each worker its number of micro-batches, then for each its seconds per micro-batch.
+        super().__init__(model, client, pipeline, num_extra=2 * num_pipelines)
         self._is_later_stage = pipeline is not None and not pipeline.is_first
         self._index = client.me.worker.pipeline
         self._workers = [Worker(client.me.worker.stage, p) for p in range(num_pipelines)]
@@ -158,7 +262,23 @@ class BalancedGradientAveraging(GradientAveraging):
         return range(first, first + self._count)
 
     def _average(self) -> None:
-        elapsed = time.perf_counter() - self._step_start
+        with self._retract_on_error():
+            self._check_share()
+            self._fill()
+            # Until the own gradients are computed: waiting for other workers is no part of it.
+            elapsed = time.perf_counter() - self._step_start
+            divisor = self._pop_divisor()
+            divisor = self._count if divisor is None else divisor
+            counts, seconds = ([0.0] * len(self._workers) for _ in range(2))
+            counts[self._index], seconds[self._index] = self._count, elapsed / self._count
+            self._gradients.fill_numbers(divisor, [*counts, *seconds])
+        extra = self._write_mean(divisor) or [*counts, *seconds]
+        if self._balancer is not None:
+            num = len(self._workers)
+            self._update_speeds(extra[:num], extra[num:], self._balancer)
+        self._count = 0
+
+    def _check_share(self) -> None:
         if self._pipeline is not None and self._is_later_stage:
             self._count = len(self._pipeline.sizes)
         elif self._balancer is None or self._count == 0:
@@ -167,24 +287,11 @@ class BalancedGradientAveraging(GradientAveraging):
                 expected="sync.share(num_microbatches) before each step",
                 fix="compute exactly the micro-batches that share() returns",
             )
-        # One column per worker: number of micro-batches, and seconds per micro-batch.
-        stats = torch.zeros(2, len(self._workers), device="cpu")
-        stats[0, self._index], stats[1, self._index] = self._count, elapsed / self._count
-        divisor = self._pop_divisor()
-        gradients = self._gradients.read(self._count if divisor is None else divisor)
-        flat = torch.cat([gradients, stats.flatten().to(gradients.dtype)])
-        mean = self._mean(flat)
-        if mean is None:  # there is no other worker
-            mean = flat
-        gradients, mean_stats = mean[: gradients.numel()], mean[gradients.numel() :].view_as(stats)
-        self._write(gradients, divides=True)
-        if self._balancer is not None:
-            self._update_speeds(mean_stats, self._balancer)
-        self._count = 0
 
-    def _update_speeds(self, mean_stats: Tensor, balancer: MicrobatchBalancer) -> None:
-        """Record every worker's speed from the mean: only the proportions matter."""
-        counts, seconds = mean_stats.tolist()
+    def _update_speeds(
+        self, counts: list[float], seconds: list[float], balancer: MicrobatchBalancer
+    ) -> None:
+        """Record every worker's speed from the means: only the proportions matter."""
         self._present = [w for w in self._workers if counts[w.pipeline] > 0]
         for worker in self._present:
             balancer.record(worker, 1, seconds[worker.pipeline])

@@ -1,13 +1,14 @@
 """A bucket: the flat buffer of several parameters, of which each worker owns one shard.
 
-Parameters become views of the buffer, so that the all-gather needs no copy. Gradients are copied
-into a second buffer as backward computes them, and leave `.grad`. The optimizer of a worker updates
-its shard, split at the boundaries of parameters: each piece has its own state, as if the parameter
-were smaller. So a parameter that no worker has used has no gradient, and the optimizer skips it.
+Parameters become views of the buffer, so that the all-gather needs no copy. Gradients leave `.grad`
+as backward computes them, and are copied into a second buffer, several at a time. The optimizer of
+a worker updates its shard, split at the boundaries of parameters: each piece has its own state, as
+if the parameter were smaller. So a parameter that no worker has used has no gradient, and the
+optimizer skips it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,9 @@ from polyrhythm.types import Bytes
 
 _ALLOWED_OPS = (torch.ops.aten.detach.default, torch.ops.aten.zero_.default)  # of zero_grad
 _ADD_OPS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+# Smaller gradients wait for each other: on a GPU the start of a kernel takes longer than its copy.
+_MAX_WAITING: Bytes = 1_000_000
+STRIDED = torch.strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +30,10 @@ class ParameterShard:
     """The piece of one parameter that one worker owns."""
 
     index: int  # of the parameter, in the optimizer
-    start: int  # offset in the parameter, in memory order
-    parameter: nn.Parameter  # a view of this piece in the bucket
+    start: int  # offsets in the parameter, in memory order
+    stop: int
+    parameter: nn.Parameter  # a view of this piece in the bucket, the key of its state
     gradient: Tensor  # a view of its gradient in the bucket
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.parameter.numel()
 
 
 class Bucket:
@@ -57,69 +58,83 @@ class Bucket:
         first = next(iter(self.parameters.values()))
         size = sum(p.numel() for p in self.parameters.values())
         shard_size = -(-size // num_workers)  # rounded up: the last shard is padded
-        padded = shard_size * num_workers
-        self.weights = torch.zeros(padded, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros_like(self.weights)
+        self.size, self.device = shard_size * num_workers, first.device
+        self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         own_shard = slice(rank * shard_size, min((rank + 1) * shard_size, size))
         self._owned = slice(0, size) if all_reduce else own_shard
         self.offsets: dict[int, int] = {}
-        self._filled: set[int] = set()
-        self._addresses: dict[int, int] = {}
         offset = 0
-        with torch.no_grad():
-            for index, parameter in self.parameters.items():
-                self.offsets[index] = offset
-                view = self.view_of(self.weights, index)
-                view.copy_(parameter)
-                parameter.data = view
-                self._addresses[index] = view.data_ptr()
-                offset += parameter.numel()
+        for index, parameter in self.parameters.items():
+            self.offsets[index] = offset
+            offset += parameter.numel()
+        self._move_weights()
+        self.gradients = torch.zeros_like(self.weights)
         self.shards = list(self._make_shards())
         self.owned_gradients = self.gradients[self._owned]  # of all shards, in one piece
+        self._gradient_of = {i: self.view_of(self.gradients, i) for i in self.parameters}
+        self._nbytes_of = {i: p.nbytes for i, p in self.parameters.items()}
+        self.filled: set[int] = set()  # parameters whose gradients are in the buffer or waiting
+        self.expected: set[int] = set()  # parameters whose gradients are still to come
+        self._waiting: list[tuple[int, Tensor]] = []  # gradients that are not copied yet
+        self._waiting_bytes: Bytes = 0
+        self._num_left = len(self.parameters)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether all gradients are present; frozen parameters have none."""
-        return all(i in self._filled or not p.requires_grad for i, p in self.parameters.items())
+    def expect_gradients(self) -> None:
+        """Before a backward: expect the gradients of all parameters that are not frozen."""
+        self.expected = {i for i, p in self.parameters.items() if p.requires_grad}
 
-    def is_filled(self, index: int) -> bool:
-        return index in self._filled
+    def add_gradient(self, index: int, gradient: Tensor) -> None:
+        """Take the gradient of a parameter; copy those that wait if they are large or complete."""
+        self.filled.add(index)
+        self.expected.discard(index)
+        self._waiting.append((index, gradient))
+        self._waiting_bytes += self._nbytes_of[index]
+        if self._waiting_bytes >= _MAX_WAITING or not self.expected:
+            self.copy_gradients()
+
+    def copy_gradients(self) -> None:
+        """Copy the gradients that wait into the buffer, by one kernel on a GPU."""
+        if self._waiting:
+            into = [self._gradient_of[index] for index, _ in self._waiting]
+            with torch.no_grad():
+                torch._foreach_copy_(into, [gradient for _, gradient in self._waiting])
+            self._waiting.clear()
+            self._waiting_bytes = 0
 
     @property
     def missing(self) -> list[int]:
-        return [index for index in self.parameters if index not in self._filled]
+        return [index for index in self.parameters if index not in self.filled]
 
-    def fill(self, index: int) -> None:
-        """Copy the gradient of a parameter into the buffer; 0 if it has none."""
-        parameter = self.parameters[index]
-        view = self.view_of(self.gradients, index)
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad.layout != torch.strided:
-            raise PolicyError(
-                f"a sparse gradient of shape {tuple(parameter.shape)}",
-                expected="dense gradients, which fit into buckets",
-                fix="use nn.Embedding(..., sparse=False)",
-            )
-        else:
-            view.copy_(parameter.grad.detach())
-            parameter.grad = InFlightGradient(parameter)
-        self._filled.add(index)
+    def fill_zeros(self) -> None:
+        """Complete the buffer: gradients that are missing are 0."""
+        if missing := self.missing:
+            torch._foreach_zero_([self._gradient_of[index] for index in missing])
+            self.filled.update(missing)
+        self.copy_gradients()
 
     def empty(self) -> None:
         """Forget all gradients, for the next step."""
-        self._filled.clear()
+        self.filled.clear()
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
-    def check_in_place(self, names: Sequence[str]) -> None:
-        """Refuse weights that were moved out of the buffer: they would not be updated."""
-        for index, parameter in self.parameters.items():
-            if parameter.data_ptr() != self._addresses[index]:
-                raise PolicyError(
-                    f"{names[index]} was moved to other memory",
-                    expected="a model that keeps its device and dtype after this optimizer is "
-                    "created",
-                    fix="call to(), half() and similar methods before creating the optimizer",
-                )
+    def release_gradients(self) -> None:
+        """Free the gradients, before other buckets replace this one."""
+        empty = self.gradients.new_empty(0)
+        self.gradients = self.owned_gradients = empty
+        self.shards = [replace(shard, gradient=empty) for shard in self.shards]
+        self._gradient_of.clear()
+
+    def release_parameter(self) -> None:
+        """Count a parameter that has moved to another bucket; free the weights after the last.
+
+        What is left is who owns which state.
+        """
+        self._num_left -= 1
+        if not self._num_left:
+            self.weights = self.weights.new_empty(0)
+            for shard in self.shards:
+                shard.parameter.data = self.weights
 
     def view_of(self, flat: Tensor, index: int) -> Tensor:
         """View a parameter's range of `flat`, with the parameter's strides if it is dense."""
@@ -130,6 +145,13 @@ class Bucket:
             return region.view(parameter.shape)
         return region.as_strided(parameter.shape, parameter.stride(), region.storage_offset())
 
+    @torch.no_grad()
+    def _move_weights(self) -> None:
+        views = [self.view_of(self.weights, index) for index in self.parameters]
+        torch._foreach_copy_(views, list(self.parameters.values()))
+        for parameter, view in zip(self.parameters.values(), views, strict=True):
+            parameter.data = view
+
     def _make_shards(self) -> "list[ParameterShard]":
         shards = []
         for index, parameter in self.parameters.items():
@@ -139,7 +161,9 @@ class Bucket:
             if start < stop:
                 weights, gradient = self.weights[start:stop], self.gradients[start:stop]
                 shards.append(
-                    ParameterShard(index, start - offset, nn.Parameter(weights), gradient)
+                    ParameterShard(
+                        index, start - offset, stop - offset, nn.Parameter(weights), gradient
+                    )
                 )
         return shards
 
@@ -190,6 +214,14 @@ class InFlightGradient(Tensor):
             "elementwise operation use the parameters in optimizer.param_groups: their gradients "
             "are this worker's shard of the mean",
         )
+
+
+def sparse_error(gradient: Tensor) -> PolicyError:
+    return PolicyError(
+        f"a sparse gradient of shape {tuple(gradient.shape)}",
+        expected="dense gradients, which fit into buckets",
+        fix="use nn.Embedding(..., sparse=False)",
+    )
 
 
 def has_gradient(parameter: Tensor) -> bool:

@@ -5,6 +5,8 @@ have the same order on all workers: from the last in forward order to the first.
 after backward, if any worker has a gradient for them. After the optimizer step the weights are
 gathered in forward order. With all-reduce buckets, the averaged gradients are gathered instead,
 still during backward: a plain all-reduce.
+
+In the first backward there are no buckets yet: gradients wait until the order is known.
 """
 
 import os
@@ -19,8 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.run.comm.comm_thread import CommThread, Work
-from polyrhythm.run.comm.process_groups import Replicas, new_gloo_group
+from polyrhythm.run.comm.comm_thread import CommThread
+from polyrhythm.run.comm.process_groups import (
+    Replicas,
+    new_gloo_group,
+    new_nccl_group,
+    run_bounded,
+    set_timeout,
+)
 from polyrhythm.run.comm.reduce_scatter import (
     CollectivePhase,
     Collectives,
@@ -29,11 +37,19 @@ from polyrhythm.run.comm.reduce_scatter import (
     NcclCollectives,
     Pending,
     select_backend,
-    uses_nccl,
+    site_of,
 )
-from polyrhythm.run.decoupled.buckets import Bucket, BucketSpec, ParameterShard, has_gradient
+from polyrhythm.run.decoupled.buckets import (
+    STRIDED,
+    Bucket,
+    BucketSpec,
+    InFlightGradient,
+    ParameterShard,
+    has_gradient,
+    sparse_error,
+)
 from polyrhythm.run.pipeline.loss import Count, NonFiniteWarnings, divide_by
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import AUTO, Seconds, Worker
 
 
 class ReplicaCollectives:
@@ -48,33 +64,69 @@ class ReplicaCollectives:
         process_group: dist.ProcessGroup | None,
         device: torch.device,
         *,
+        site: str | None,
         node: str | None,
         call: str,
         timeout: Seconds,
     ) -> None:
-        """`process_group` is torch's group of the replicas, if there is one."""
-        self._process_group, self._device = process_group, device
+        """`process_group` is torch's group of the replicas, if there is one.
+
+        Replicas of one `site` average over NCCL; if there are several, of equally many replicas, it
+        is the lower level of a hierarchy. None for gloo, where a `node` is that level.
+        """
+        self._device, self._timeout = device, timeout
         self.control = GlooCollectives(replicas.group, timeout=timeout)
-        nodes = ranks_by_node(replicas.all_gather_object(node or _name_of_this_node(), call))
-        has_nccl = process_group is not None and uses_nccl(device, process_group)
-        groups, self._hierarchical = [replicas.group], None
-        self._nodes = nodes  # members by node, if there is a hierarchy
-        if nodes is not None and not has_nccl:  # NCCL builds its own hierarchy
-            own_node = next(members for members in nodes if replicas.rank in members)
+        own = site_of(site, device, process_group), node or _name_of_this_node()
+        found = replicas.all_gather_object(own, call)
+        sites, nodes = [each[0] for each in found], [each[1] for each in found]
+        self._nccl: dist.ProcessGroup | None = None  # of all replicas
+        self._own_nccl = list[dist.ProcessGroup]()  # groups that were made here
+        self._nodes = None  # members by node or site, if there is a hierarchy
+        if None not in sites and len(set(sites)) == 1:  # NCCL builds its own hierarchy
+            self._nccl = process_group if site == AUTO else self._new_nccl(replicas.ranks)
+        else:
+            self._nodes = ranks_by_node(nodes if None in sites else sites)
+        groups, inside = [replicas.group], None
+        if self._nodes is not None:
+            own_node = next(members for members in self._nodes if replicas.rank in members)
             local_index = own_node.index(replicas.rank)
-            across_nodes = [members[local_index] for members in nodes]
+            across_nodes = [members[local_index] for members in self._nodes]
             for where, members in (("inside", own_node), ("across", across_nodes)):
                 what = f"averaging gradients {where} nodes"
                 ranks = [replicas.ranks[member] for member in members]
                 groups.append(new_gloo_group(ranks, what, timeout=timeout))
-            inside, across = (GlooCollectives(group, timeout=timeout) for group in groups[1:])
-            self._hierarchical = HierarchicalCollectives(inside, across)
-        self.comm_thread = CommThread(groups, timeout=timeout)
+                if where == "inside" and None not in sites:
+                    inside = self._new_nccl(ranks)
+        # Inside this node and across nodes, if there is a hierarchy.
+        self._levels = [GlooCollectives(group, timeout=timeout) for group in groups[1:]]
+        self._nccl_inside = inside
+        self._groups = [*groups, *self._own_nccl]
+        self.comm_thread = CommThread(self._groups, timeout=timeout)
         self._by_hierarchy: dict[bool, Collectives] = {}
+
+    def _new_nccl(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        made = new_nccl_group(ranks, "averaging gradients over NCCL", timeout=self._timeout)
+        assert made is not None, "it is used"
+        self._own_nccl.append(made)
+        return made
+
+    def finish_on_device(self) -> None:
+        """Wait until the GPU has ended all collectives, before their group is aborted."""
+        if self._own_nccl:
+            finish = torch.cuda.current_stream(self._device).synchronize
+            run_bounded(finish, timeout=self._timeout, action="averaging the last gradients")
+
+    def set_timeout(self, timeout: Seconds) -> None:
+        """Bound the waits of collectives that start from now on."""
+        for group in self._groups:
+            set_timeout(group, timeout)
+        for collectives in (self.control, *self._levels):
+            collectives.timeout = timeout
+        self.comm_thread.timeout = timeout
 
     @property
     def has_hierarchy(self) -> bool:
-        return self._hierarchical is not None
+        return bool(self._levels)
 
     def shard_owners(self, *, hierarchical: bool) -> list[int] | None:
         """Return the replica that owns each shard; None if they own them in order."""
@@ -86,10 +138,16 @@ class ReplicaCollectives:
     def get(self, *, hierarchical: bool) -> Collectives:
         """Return the collectives for the device of the parameters."""
         if hierarchical not in self._by_hierarchy:
-            host = self._hierarchical if hierarchical else self.control
-            assert host is not None, "hierarchical modes are candidates only with a hierarchy"
-            self._by_hierarchy[hierarchical] = select_backend(
-                self._device, self._process_group, host, start=self.comm_thread.start
+            assert self._levels or not hierarchical, "such modes need a hierarchy"
+            levels = [(self.control, self._nccl)]
+            if hierarchical:
+                levels = list(zip(self._levels, (self._nccl_inside, None), strict=True))
+            found = [
+                select_backend(self._device, nccl, host, start=self.comm_thread.start)
+                for host, nccl in levels
+            ]
+            self._by_hierarchy[hierarchical] = (
+                HierarchicalCollectives(*found) if hierarchical else found[0]
             )
         return self._by_hierarchy[hierarchical]
 
@@ -117,34 +175,53 @@ class GradientSync:
         replicas: ReplicaCollectives,
         pop_divisor: Callable[[], Count | None],
         name_step: Callable[[], tuple[int, Worker]],
+        is_loss_scaled: Callable[[], bool],
     ) -> None:
         """`pop_divisor`: divides this worker's gradients; None if labels are not counted.
 
-        `name_step`: the current step and this worker, for a warning.
+        `name_step`: the current step and this worker, for a warning. `is_loss_scaled`: the Trainer
+        lowers the scale if gradients are not finite, which needs no warning.
         """
         self._parameters, self._names, self._pop_divisor = parameters, names, pop_divisor
         self._name_step, self._warnings = name_step, NonFiniteWarnings()
+        self._is_loss_scaled = is_loss_scaled
         self._tied = [parameters[index] for index in tied]
         self._control, self._comm_thread = replicas.control, replicas.comm_thread
         self.buckets: list[Bucket] = []
+        self.collectives: Collectives  # of the buckets
+        self.is_all_reduce = False
+        self._bucket_of: dict[int, Bucket] = {}  # by index of a parameter
+        self._unbucketed: dict[int, Tensor] = {}  # gradients of the first backward
+        self._in_flight = [InFlightGradient(parameter) for parameter in parameters]
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
         # A parameter in the optimizer's groups whose gradient is 0, or nan if any worker has a
         # non-finite gradient: a GradScaler then skips the step on all workers, or on none.
         self.found_inf = nn.Parameter(torch.zeros(1, device=parameters[0].device))
-        self._phase = GradientPhase.EMPTY
+        self._set_phase(GradientPhase.EMPTY)
         self.is_paused = False  # gradients accumulate, and are not averaged
         # The divisor; for each parameter, whether it has a gradient; whether any is not finite.
-        self._flags = torch.zeros(8 * (2 + len(parameters) // 8), dtype=torch.uint8)
+        memory = bytearray(8 * (2 + len(parameters) // 8))
+        self._flags = torch.frombuffer(memory, dtype=torch.uint8)
         self._divisor = self._flags[:8].view(torch.float64)
-        self._used = self._flags[8 : 9 + len(parameters)]
-        self._weight_gathers: dict[int, Pending | Work] = {}  # by number of bucket
+        # The same memory: setting an element of a tensor takes longer than all else in a hook.
+        self._used = memoryview(memory)[8 : 9 + len(parameters)]
+        self._weight_gathers: dict[int, Pending] = {}  # by number of bucket
+        # Copies of gathered weights to the GPU, by number of bucket, which streams must join.
+        self._weight_copies: dict[int, Callable[[], bool]] = {}
         self._unsent: list[Bucket] = []  # buckets still to reduce; the next one is the last
-        self._reduce_scatters: list[Pending | Work] = []
-        self._all_gathers: list[Pending] = []
+        self._reduce_scatters: list[Pending] = []
+        self._all_gathers: list[Pending] = []  # of gradients, in the order of buckets
+        self._sent_flags: Pending | None = None  # of the last step; with NCCL only
         self._sums: list[Tensor] = []  # of the gradients of each bucket that was sent
         self._versions: list[int] = []  # of the parameters when their gather started
         self._waited: Seconds = 0.0  # time for which training waited for other workers
         self._exchange: Seconds = 0.0  # of both collectives, if all workers start at once
+        self._last_exchange: Seconds = 0.0  # the one before, for pop_timings
         self._error: PeerError | None = None  # the gradients are unusable after it
+
+    def _set_phase(self, phase: GradientPhase) -> None:
+        self._phase = phase
+        self._is_filling = phase is GradientPhase.FILLING  # for hooks: an enum takes longer
 
     @property
     def has_gradients(self) -> bool:
@@ -156,11 +233,17 @@ class GradientSync:
 
     def rebuild_buckets(
         self, specs: Sequence[BucketSpec], collectives: Collectives, *, all_reduce: bool
-    ) -> None:
-        """Replace the buckets; no collective may be in flight."""
-        self.collectives, self.is_all_reduce = collectives, all_reduce
-        self.buckets = [
-            Bucket(
+    ) -> list[Bucket]:
+        """Replace the buckets, with no collective in flight; return the old ones, without memory.
+
+        Parameters move bucket by bucket, so that the model is never twice in memory.
+        """
+        old, self.buckets = self.buckets, []
+        for bucket in old:
+            bucket.release_gradients()
+        bucket_of = {}
+        for number, spec in enumerate(specs):
+            bucket = Bucket(
                 number,
                 [(index, self._parameters[index]) for index in spec.indices],
                 rank=collectives.rank,
@@ -168,10 +251,41 @@ class GradientSync:
                 all_reduce=all_reduce,
                 late=spec.is_late,
             )
-            for number, spec in enumerate(specs)
-        ]
-        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.parameters}
-        self.empty()
+            self.buckets.append(bucket)
+            for index in spec.indices:
+                bucket_of[index] = bucket
+                if index in self._bucket_of:
+                    self._bucket_of[index].release_parameter()
+                if index in self._unbucketed:
+                    bucket.add_gradient(index, self._unbucketed.pop(index))
+            bucket.copy_gradients()
+        self.collectives, self.is_all_reduce, self._bucket_of = collectives, all_reduce, bucket_of
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._unsent = [bucket for bucket in self.buckets if not bucket.is_late]
+        return old
+
+    def check_in_place(self) -> None:
+        """Refuse weights that were moved out of the buffers: they would not be updated."""
+        for parameter, address, name in zip(
+            self._parameters, self._addresses, self._names, strict=True
+        ):
+            if parameter.data_ptr() != address:
+                raise PolicyError(
+                    f"{name} was moved to other memory",
+                    expected="a model that keeps its device and dtype after this optimizer is "
+                    "created",
+                    fix="call to(), half() and similar methods before creating the optimizer",
+                )
+
+    @torch.no_grad()
+    def recover_weights(self) -> None:
+        """Copy weights that were moved, but have the same form, back into the buffers."""
+        for index, bucket in self._bucket_of.items():
+            parameter, view = self._parameters[index], bucket.view_of(bucket.weights, index)
+            is_moved = parameter.data_ptr() != self._addresses[index]
+            if is_moved and (parameter.dtype, parameter.device) == (view.dtype, view.device):
+                view.copy_(parameter)
+                parameter.data = view
 
     def check_has_gradients(self, call: str) -> None:
         if not self.has_gradients:
@@ -181,7 +295,40 @@ class GradientSync:
                 fix="call it between backward() and zero_grad(); clip a norm before step()",
             )
 
-    def check_received(self, index: int) -> None:
+    def hook_of(self, index: int) -> Callable[[Tensor], None]:
+        """Return the function to call when backward has left a gradient in `.grad`.
+
+        It runs for every parameter in every backward: it must take microseconds.
+        """
+
+        in_flight, used = self._in_flight[index], self._used
+
+        # One function, without calls that a usual gradient does not need.
+        def on_gradient(parameter: Tensor) -> None:
+            if self._weight_gathers:
+                self._check_received(index)
+            if self.is_paused:
+                return
+            if not self._is_filling:
+                self._begin_filling()
+            gradient, bucket = parameter.grad, self._bucket_of.get(index)
+            assert gradient is not None, "backward has just set it"
+            if gradient.layout is not STRIDED:
+                raise sparse_error(gradient)
+            if bucket is None:
+                self._add_unbucketed(index, gradient)
+            else:
+                if index in bucket.filled:
+                    raise self._second_error(index)
+                bucket.add_gradient(index, gradient)
+            parameter.grad = in_flight
+            used[index] = 1
+            if bucket is not None and not bucket.expected:
+                self._send_full_buckets()
+
+        return on_gradient
+
+    def _check_received(self, index: int) -> None:
         """Refuse the gradient of a parameter whose update had not arrived when it was used."""
         if self._bucket_of[index].number in self._weight_gathers:
             raise PolicyError(
@@ -191,24 +338,28 @@ class GradientSync:
                 "it does not call",
             )
 
-    def add_gradient(self, index: int) -> None:
-        """Take the gradient that backward has just left in `.grad` of a parameter."""
+    def _add_unbucketed(self, index: int, gradient: Tensor) -> None:
+        """Keep a gradient of the first backward, after which buckets are made."""
+        if index in self._unbucketed:
+            raise self._second_error(index)
+        self._unbucketed[index] = gradient
+
+    def _second_error(self, index: int) -> PolicyError:
+        return PolicyError(
+            f"a second gradient of {self._names[index]} since the last step",
+            expected="a step() after each backward, or optimizer.zero_grad()",
+            fix="call optimizer.zero_grad(), not the model's: the first gradient was sent",
+        )
+
+    def _begin_filling(self) -> None:
         self._check_error()
         if self._phase is GradientPhase.FINISHED:  # the averaged gradients were not used
             self.empty()
-        bucket = self._bucket_of[index]
-        if bucket.is_filled(index):
-            raise PolicyError(
-                f"a second gradient of {self._names[index]} since the last step",
-                expected="a step() after each backward, or optimizer.zero_grad()",
-                fix="call optimizer.zero_grad(), not the model's: the first gradient was sent",
-            )
-        bucket.fill(index)
-        if self._phase is GradientPhase.EMPTY:
+        for bucket in self.buckets:
+            bucket.expect_gradients()
+        if self.buckets:
             self._post_gradient_receives()
-        self._phase = GradientPhase.FILLING
-        self._used[index] = 1
-        self._send_full_buckets()
+        self._set_phase(GradientPhase.FILLING)
 
     def finish(self) -> None:
         """Wait for the mean of all gradients; gradients that no worker has computed are None."""
@@ -219,10 +370,10 @@ class GradientSync:
         try:
             self._finish()
         except PeerError as error:
-            self._error = error
+            self._error, self._is_filling = error, False
             raise
         self._waited += time.perf_counter() - start
-        self._phase = GradientPhase.FINISHED
+        self._set_phase(GradientPhase.FINISHED)
 
     def post_weight_receives(self) -> None:
         """Post the receives of weights, as other workers may be ahead; not for late buckets."""
@@ -236,31 +387,39 @@ class GradientSync:
         """Start to gather the updated weights; skip late buckets that no worker has used."""
         for bucket in self.buckets:
             if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late):
-                pending: Pending | Work
-                pending = started = self.collectives.all_gather(bucket.weights, bucket.number)
+                pending = self.collectives.all_gather(bucket.weights, bucket.number)
                 if self.collectives.waits_on_host:
-                    pending = self._comm_thread.start(self._timed(started))
+                    work = self._comm_thread.start(self._timed(pending))
+                    pending = Pending(work.wait, pending.join)
                 self._weight_gathers[bucket.number] = pending
 
     def wait_for_parameters(self, indices: Iterable[int]) -> None:
         """Wait for these parameters before they are used; may be called repeatedly."""
+        if not self._weight_gathers and not self._weight_copies:
+            return
         for index in indices:
             number = self._bucket_of[index].number
             if number in self._weight_gathers:
                 start = time.perf_counter()
                 self._weight_gathers[number].wait()  # raises at every call if a peer is lost
                 self._waited += time.perf_counter() - start
-                del self._weight_gathers[number]
+                self._weight_copies[number] = self._weight_gathers.pop(number).join
                 self._check_unchanged(self._bucket_of[index])
+            if number in self._weight_copies and self._weight_copies[number]():
+                del self._weight_copies[number]
 
     def wait_for_all(self) -> None:
         self.wait_for_parameters(range(len(self._parameters)))
 
     def pop_timings(self) -> tuple[Seconds, Seconds]:
-        """Return and reset the time that training waited and the longest exchange."""
-        times = self._waited, self._exchange
-        self._waited = self._exchange = 0.0
-        return times
+        """Return and reset the time that training waited and the longest exchange.
+
+        In plain all-reduces the exchange is the last one that was not: they hide theirs.
+        """
+        if self._exchange or not self.is_all_reduce:
+            self._last_exchange = self._exchange
+        waited, self._waited, self._exchange = self._waited, 0.0, 0.0
+        return waited, self._last_exchange
 
     def mark_changed(self) -> None:
         """Raise the version of the weights: autograd then refuses graphs from before the step."""
@@ -273,11 +432,13 @@ class GradientSync:
         """Forget all gradients, for the next backward."""
         for bucket in self.buckets:
             bucket.empty()
-        self._used.zero_()
+        self._unbucketed.clear()
+        self._used[:] = bytes(len(self._used))
         for shard in self.shards:
             shard.parameter.grad = None
         self._unsent = [bucket for bucket in self.buckets if not bucket.is_late]
-        self._phase, self.found_inf.grad = GradientPhase.EMPTY, None
+        self.found_inf.grad = None
+        self._set_phase(GradientPhase.EMPTY)
 
     def _check_error(self) -> None:
         if self._error is not None:
@@ -303,20 +464,24 @@ class GradientSync:
         self._control.post_receives(self._flags, 0, CollectivePhase.FLAGS)
 
     def _send_full_buckets(self) -> None:
-        while self._unsent and self._unsent[-1].is_full:
-            bucket = self._unsent.pop()
-            self._fill_missing(bucket)  # frozen parameters
-            self._sums.append(_sum(bucket.gradients))
-            self._start_reduce_scatter(bucket)
+        while self._unsent and not self._unsent[-1].expected:
+            self._send(self._unsent.pop())
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.fill_zeros()  # for frozen and unused parameters
+        self._sums.append(_sum(bucket.gradients))
+        self._start_reduce_scatter(bucket)
 
     def _finish(self) -> None:
-        for bucket in self._unsent:
-            self._fill_missing(bucket)
-        self._send_full_buckets()
+        while self._unsent:
+            bucket = self._unsent.pop()
+            self._take_missing(bucket)
+            self._send(bucket)
         late = [bucket for bucket in self.buckets if bucket.is_late]
         for bucket in late:
-            if any(has_gradient(p) or self._used[i] for i, p in bucket.parameters.items()):
-                self._fill_missing(bucket)
+            self._take_missing(bucket)
+            if self._is_used(bucket):
+                bucket.fill_zeros()
                 self._sums.append(_sum(bucket.gradients))
         sums = torch.stack([self.found_inf.new_zeros(()), *self._sums])
         bad, divisor = sums.isfinite().logical_not().any(), self._pop_divisor()
@@ -327,42 +492,68 @@ class GradientSync:
             numbers = torch.stack([bad.double(), torch.ones_like(bad.double()) * own_divisor])
             self.collectives.all_reduce_sum(numbers)
             bad, total = numbers
-            self._control.all_reduce_flags(self._flags, 0).wait()
+            self._exchange_used()
         else:
-            self._used[-1], self._divisor[0] = bad, own_divisor
+            self._used[-1], self._divisor[0] = int(bad), own_divisor
             step, worker = self._name_step()  # with NCCL the host does not know of them
-            self._warnings.after(is_finite=not self._used[-1], step=step, worker=worker)
+            is_fine = self._is_loss_scaled() or not self._used[-1]
+            self._warnings.after(is_finite=is_fine, step=step, worker=worker)
             self._control.all_reduce_flags(self._flags, 0).wait()
-            bad, total = self._used[-1], self._divisor.item()
+            bad, total = torch.tensor(self._used[-1]), self._divisor.item()
         for bucket in late:
             if self._is_used(bucket):
-                self._fill_missing(bucket)
+                bucket.fill_zeros()
                 self._start_reduce_scatter(bucket)
-        for pending in self._reduce_scatters:
-            pending.wait()
-        for pending in self._all_gathers:
-            pending.wait()
-        self._reduce_scatters.clear()
-        self._all_gathers.clear()
+        for collectives in (self._reduce_scatters, self._all_gathers):
+            for pending in collectives:
+                pending.wait()
+                pending.join()
+            collectives.clear()
         if divisor is not None:
             divide_by(total / self.collectives.num_workers, [s.gradient for s in self.shards])
         flag = bad.bool().to(self.found_inf.device)
         # What is not finite is never applied: without a gradient the optimizer skips the step.
         # With NCCL the host does not know of it, and the gradients become 0.
-        is_skipped = not isinstance(self.collectives, NcclCollectives) and bool(bad)
+        is_skipped = False
+        if isinstance(self.collectives, NcclCollectives):
+            for bucket in self.buckets:
+                bucket.owned_gradients.masked_fill_(flag, 0.0)
+        else:
+            is_skipped = bool(bad)
         for shard in self.shards:
             is_used = self._used[shard.index] and not is_skipped
             shard.parameter.grad = shard.gradient if is_used else None
-            if is_used and isinstance(self.collectives, NcclCollectives):
-                shard.gradient.masked_fill_(flag, 0.0)
         self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(flag, torch.nan)
 
-    def _fill_missing(self, bucket: Bucket) -> None:
-        """Fill the gradients that the bucket still lacks, once."""
+    def _exchange_used(self) -> None:
+        """With NCCL, find out which parameters any worker has used.
+
+        If this worker has used all of them it knows that, and its host waits for no other: it only
+        sends its flags, and receives those of the others in the next step.
+        """
+        self.finish_flags()
+        exchanged = self._flags.clone()
+        self._sent_flags = self._control.all_reduce_flags(exchanged, 0)
+        if not all(self._used[:-1]):
+            self.finish_flags()
+            self._flags.copy_(exchanged)
+
+    def finish_flags(self) -> None:
+        """Wait until other workers have received the flags of the last step."""
+        if self._sent_flags is not None:
+            self._sent_flags.wait()
+            self._sent_flags = None
+
+    def _take_missing(self, bucket: Bucket) -> None:
+        """Take gradients that were left in `.grad`: of an earlier backward, or of tied weights."""
         for index in bucket.missing:
-            if has_gradient(self._parameters[index]):
+            parameter = self._parameters[index]
+            if parameter.grad is not None and has_gradient(parameter):
+                if parameter.grad.layout is not STRIDED:
+                    raise sparse_error(parameter.grad)
+                bucket.add_gradient(index, parameter.grad)
+                parameter.grad = self._in_flight[index]
                 self._used[index] = 1
-            bucket.fill(index)
 
     def _timed(self, pending: Pending) -> Callable[[], None]:
         """Time an all-gather, which all workers start at about the same time; count it twice.
@@ -381,19 +572,26 @@ class GradientSync:
         pending = self.collectives.reduce_scatter(bucket.gradients, bucket.number)
 
         def gather() -> None:
-            if bucket.is_all_reduce:
-                gathered = self.collectives.all_gather(bucket.gradients, bucket.number)
-                self._all_gathers.append(gathered)
+            gathered = self.collectives.all_gather(bucket.gradients, bucket.number)
+            self._all_gathers.append(gathered)
 
         def reduce() -> None:
             pending.wait()
-            gather()
+            if bucket.is_all_reduce:
+                pending.join()
+                gather()
+                if len(self._all_gathers) > 1:  # copied to the GPU while this one travels
+                    previous = self._all_gathers[-2]
+                    previous.wait()
+                    self._all_gathers[-2] = Pending(lambda: None, previous.join)
 
         if self.collectives.waits_on_host:
-            self._reduce_scatters.append(self._comm_thread.start(reduce))
+            work = self._comm_thread.start(reduce)
+            self._reduce_scatters.append(Pending(work.wait, pending.join))
         else:
             self._reduce_scatters.append(pending)
-            gather()
+            if bucket.is_all_reduce:
+                gather()
 
 
 def _sum(flat: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ Gradients are averaged in buckets during backward. `step` updates this worker's 
 bucket; the other shards arrive during the next forward, which waits for each at its first use. So
 the optimizer state is sharded over all workers, and no update is computed twice.
 
+The first step makes the buckets, in the order in which the forward has used the parameters: before
+there is any optimizer state to move.
+
 Source: Zhang et al., "DeAR", ICDCS 2023. Departures: it gathers updated parameters, not gradients,
 as ZeRO does: the update is made in `step`, with the learning rate of that step; buckets follow the
 measured order in which the forward uses parameters; parameters that only some steps use, shared
@@ -17,11 +20,14 @@ parameters and modules that are called twice behave as in single-process trainin
 """
 
 import contextlib
+import hashlib
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,9 +38,23 @@ from torch.optim import Optimizer
 from polyrhythm.errors import PolicyError
 from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
-from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, Replicas, replica_ranks
-from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION
-from polyrhythm.run.decoupled.buckets import ParameterOrder, assign_buckets, has_gradient
+from polyrhythm.run.comm.process_groups import (
+    DEFAULT_TIMEOUT,
+    NUM_FIRST_STEPS,
+    Replicas,
+    replica_ranks,
+    set_timeout,
+    step_timeout,
+)
+from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, NcclCollectives
+from polyrhythm.run.decoupled.buckets import (
+    Bucket,
+    BucketSpec,
+    ParameterOrder,
+    ParameterShard,
+    assign_buckets,
+    has_gradient,
+)
 from polyrhythm.run.decoupled.checks import (
     Mode,
     allowed_modes,
@@ -52,27 +72,51 @@ from polyrhythm.run.decoupled.state_dict import (
     cast_state,
     check_groups,
     check_state,
+    copied,
     copy_state_to_cpu,
     full_state,
+    gather_buckets,
+    on_cpu,
     shard_state,
     unsharded_param_groups,
 )
-from polyrhythm.run.pipeline.loss import squared_norm
+from polyrhythm.run.pipeline.loss import scale_by, squared_norm
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.sync.fusion.tuner import (
+    ALL_SIZES,
+    NOISE,
     BayesianSearch,
     BucketCandidate,
     BucketDecision,
+    BucketMode,
     BucketTuner,
+    EqualWorkTuner,
     Space,
+    TimedStep,
 )
-from polyrhythm.types import AverageTimings, Seconds, Worker
+from polyrhythm.types import AUTO, AverageTimings, Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 
 _CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
 _STEP, _CLIP, _GRADIENTS = "step()", "clip_grad_norm_()", "the mean gradients"
+_FIRST_MEAN, _ATTACH = "the first mean of gradients", "attach()"
 _STATE_DICT, _ASYNC_STATE_DICT = "state_dict()", "async_state_dict()"
+
+
+@dataclass(slots=True)
+class _CurrentBuckets:
+    """What a call may change, in an object of its own: the caller may be a wrapper of Fabric.
+
+    It imitates the class of the optimizer, so that attributes which a method sets are its own.
+    """
+
+    candidate: BucketCandidate
+    is_made: bool = False
+    order: ParameterOrder = field(default_factory=lambda: ParameterOrder(()))
+    unseen: Sequence[int] = ()  # parameters that no forward hook waits for
+    shard_of: dict[int, ParameterShard] = field(default_factory=dict)  # by index of a parameter
+    background: BackgroundGather | None = None
 
 
 class DistributedOptimizer(Optimizer):
@@ -87,6 +131,7 @@ class DistributedOptimizer(Optimizer):
         *,
         mode: Mode = "auto",
         node: str | None = None,
+        site: str | None = AUTO,
         elementwise: bool = False,
         timeout: Seconds = DEFAULT_TIMEOUT,
     ) -> None:
@@ -100,21 +145,23 @@ class DistributedOptimizer(Optimizer):
         `mode` restricts that to one mode; with a given size the default mode is `decoupled`. `node`
         names the machine, by default torchrun's node rank, or else the host name: if several
         machines have several workers each, averaging inside machines and then across them
-        (`hierarchical`) is tried, too.
+        (`hierarchical`) is tried, too. Workers of the same `site` average over NCCL, sites among
+        each other over gloo; None for gloo alone. By default all have the same site whose process
+        group has NCCL for their device.
 
         `elementwise=True` asserts that an optimizer which is not torch's own updates each element
         independently.
 
         With a Pipeline, each stage is averaged with its replicas: every `num_stages` consecutive
-        ranks make one pipeline, or `process_group` contains the replicas of this stage. Sizes are
-        not tuned there: a stage would measure the changes of other stages as its own.
+        ranks make one pipeline, or `process_group` contains the replicas of this stage. All stages
+        of all replicas try the same size and mode in the same steps.
         """
         stage = model if isinstance(model, Pipeline) else None
         module = model.module if isinstance(model, Pipeline) else model
         check(optimizer, module, elementwise=elementwise)
         check_mode(mode)
         size = parse_bucket_bytes(bucket_bytes)
-        self._inner, self._stage, self._timeout = optimizer, stage, timeout
+        self._inner, self._stage, self._module, self._timeout = optimizer, stage, module, timeout
         self._names, self._parameters = parameters_of(optimizer, module)
         ranks, group = replica_ranks(process_group, 1 if stage is None else stage.num_stages)
         self._replicas = Replicas(ranks, "averaging gradients", timeout=timeout)
@@ -122,17 +169,15 @@ class DistributedOptimizer(Optimizer):
             self._replicas,
             group,
             self._parameters[0].device,
+            site=site,
             node=node,
             call=_CONSTRUCTOR,
             timeout=timeout,
         )
-        self._background: BackgroundGather | None = None
         self._num_steps = 0
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
         check_consistent(self._replicas, optimizer, self._names, settings, _CONSTRUCTOR)
-        self._replicas.broadcast_initial_state(
-            _CONSTRUCTOR, list(module.parameters()), list(module.buffers())
-        )
+        self._broadcast_model(_CONSTRUCTOR)
         param_groups = enumerate(optimizer.param_groups)
         self._group_of = [number for number, each in param_groups for _ in each["params"]]
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
@@ -145,27 +190,46 @@ class DistributedOptimizer(Optimizer):
             self._collectives,
             (lambda: None) if stage is None else stage.pop_divisor,
             self._name_step,
+            lambda: stage is not None and stage.is_loss_scaled,
         )
-        self._order = ParameterOrder(tuple(indices.values()), self._tied | self._frozen())
-        self._unseen: Sequence[int] = ()  # parameters that no forward hook waits for
-        self._is_ordered = self._is_updating = False
+        self._is_updating = False
         self._autotuner: BucketAutotuner | None = None
         self._modes = allowed_modes(mode, has_hierarchy=self._collectives.has_hierarchy)
-        self._is_auto = bucket_bytes == "auto" and stage is None
-        initial_state = {
-            index: dict(optimizer.state[p]) for p, index in indices.items() if p in optimizer.state
+        self._is_auto = bucket_bytes == "auto" and (stage is None or len(ranks) > 1)
+        self._tuned = self._replicas  # the workers that try the same candidates
+        if self._is_auto and stage is not None:
+            pipelines = self._replicas.all_gather_object(stage.ranks, _CONSTRUCTOR)
+            all_ranks = sorted(rank for pipeline in pipelines for rank in pipeline)
+            self._tuned = Replicas(all_ranks, "tuning buckets", timeout=timeout)
+        self._current = _CurrentBuckets(BucketCandidate(size, self._modes[0]))
+        # Of whole parameters, until the first step; on the CPU: shards need less memory on a GPU.
+        self._initial_state: State = {
+            index: {key: on_cpu(value) for key, value in optimizer.state.pop(p).items()}
+            for p, index in indices.items()
+            if p in optimizer.state
         }
-        self._rebuild_buckets(BucketCandidate(size, self._modes[0]), initial_state)
-        self._add_hooks(module)
+        self._set_timeout()
+        self._add_hooks()
         self.__setstate__({"defaults": optimizer.defaults})  # creates the step hooks of Optimizer
 
-    def _add_hooks(self, module: nn.Module) -> None:
-        self._forward = ForwardOrder(
-            module, self._parameters, self._gradient_sync.wait_for_parameters
+    def _set_timeout(self) -> None:
+        """Bound the waits of the next step: longer in the first ones, in which others compile."""
+        timeout = step_timeout(self._timeout, self._num_steps)
+        self._collectives.set_timeout(timeout)
+        set_timeout(self._tuned.group, timeout)
+
+    def _broadcast_model(self, call: str) -> None:
+        model = self._module
+        self._replicas.broadcast_initial_state(
+            call, list(model.parameters()), list(model.buffers())
         )
+
+    def _add_hooks(self) -> None:
+        module = self._module
+        self._forward = ForwardOrder(module, self._parameters, self._before_forward)
         indices = [i for i in range(len(self._parameters)) if i not in self._tied]
         self._hooks = [
-            *gradient_hooks({self._parameters[i]: self._hook(i) for i in indices}),
+            *gradient_hooks({self._parameters[i]: self._gradient_sync.hook_of(i) for i in indices}),
             *state_hooks(
                 module,
                 before=self.synchronize,
@@ -181,10 +245,11 @@ class DistributedOptimizer(Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of the wrapped optimizer, with this worker's shards of the parameters.
 
-        After backward, reading them waits for the gradients, which a GradScaler reads here.
+        After backward, reading them waits for the gradients, which a GradScaler reads here. Before
+        the first backward they hold the whole parameters.
         """
         if self._gradient_sync.has_gradients:
-            self._gradient_sync.finish()
+            self._average()
         return self._inner.param_groups
 
     @property
@@ -197,9 +262,19 @@ class DistributedOptimizer(Optimizer):
         return self._names
 
     @property
+    def candidate(self) -> BucketCandidate:
+        """The current size of buckets, and mode."""
+        return self._current.candidate
+
+    @property
     def is_tuned(self) -> bool:
         """Whether `candidate` is final."""
         return not self._is_auto or (self._autotuner is not None and self._autotuner.is_over)
+
+    @property
+    def whole_param_groups(self) -> list[dict[str, Any]]:
+        """The groups as in `state_dict`, without the gather of the state."""
+        return unsharded_param_groups(self._inner.param_groups, self._group_of)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise PolicyError(
@@ -210,7 +285,8 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self._gradient_sync.has_gradients:  # a backward without a step
-            self._gradient_sync.finish()
+            if self._current.is_made:
+                self._gradient_sync.finish()
             self._gradient_sync.empty()
         for parameter in self._parameters:
             parameter.grad = None
@@ -232,37 +308,64 @@ class DistributedOptimizer(Optimizer):
                 loss = closure()
         _check_initialized()
         self._gradient_sync.check_has_gradients(_STEP)
-        for bucket in self._gradient_sync.buckets:
-            bucket.check_in_place(self._names)
+        self._gradient_sync.check_in_place()
         self._gradient_sync.post_weight_receives()
-        self._gradient_sync.finish()
+        self._average()
+        if not self._num_steps:
+            self._replicas.all_gather_number(0.0, _STEP)  # refuses a worker in another call
         self._update()
         self._num_steps += 1
+        if self._num_steps == NUM_FIRST_STEPS:
+            self._set_timeout()
         self._gradient_sync.mark_changed()
         self._gradient_sync.empty()
-        self._gradient_sync.wait_for_parameters(self._unseen)
-        if not self._is_ordered:
-            self._reorder_buckets()
+        self._gradient_sync.wait_for_parameters(self._current.unseen)
         self._tune()
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients to a norm of at most `max_norm`; return the norm before."""
         self._gradient_sync.check_has_gradients(_CLIP)
-        self._gradient_sync.finish()
+        self._average()
         not_owned = set() if self._stage is None else self._stage.tied_not_owned
         shards = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
         counted = [s.gradient for s in shards if self._parameters[s.index] not in not_owned]
         total = _norm_of(counted, norm_type, self._parameters[0].device)
+        if self._clips_on_device and norm_type != math.inf:
+            return self._clip_on_device(total, max_norm, norm_type, [s.gradient for s in shards])
         if not self._gradient_sync.is_all_reduce:
             norms = self._replicas.all_gather_number(total.item(), _CLIP)
             total = _norm_of(list(torch.tensor(norms)), norm_type)
         if self._stage is not None:
+            if self._stage.is_loss_scaled:  # then all stages skip what is not finite on one
+                total = total.cpu() + torch.as_tensor(self.non_finite_mark).cpu()
             total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
         factor = min(1.0, max_norm / (total.item() + 1e-6))
-        for shard in shards if factor < 1.0 else ():
-            shard.gradient.mul_(factor)
+        if factor < 1.0:
+            scale_by(factor, (shard.gradient for shard in shards))
         return total.to(self._parameters[0].device)
+
+    @property
+    def _clips_on_device(self) -> bool:
+        """Whether all that counts for a norm is on GPUs that NCCL connects."""
+        is_whole = self._stage is None or self._stage.num_stages == 1
+        return is_whole and isinstance(self._gradient_sync.collectives, NcclCollectives)
+
+    def _clip_on_device(
+        self, own: Tensor, max_norm: float, norm_type: float, gradients: Sequence[Tensor]
+    ) -> Tensor:
+        """Clip by the norm over all replicas; the host does not wait for it."""
+        collectives = self._gradient_sync.collectives
+        assert isinstance(collectives, NcclCollectives), "as _clips_on_device says"
+        total = own
+        if not self._gradient_sync.is_all_reduce:
+            powers = own.double().reshape(1) ** norm_type
+            collectives.all_reduce_sum(powers)
+            total = (powers ** (1.0 / norm_type)).squeeze().float()
+        if self._stage is not None and self._stage.is_loss_scaled:
+            total = total + self.non_finite_mark
+        scale_by((max_norm / (total + 1e-6)).clamp(max=1.0), gradients)
+        return total
 
     def gradient_squares(self) -> Tensor | float:
         """Return the sum of squares of this worker's shards of the mean gradients, after backward.
@@ -271,7 +374,7 @@ class DistributedOptimizer(Optimizer):
         on the stage that owns it.
         """
         self._gradient_sync.check_has_gradients(_GRADIENTS)
-        self._gradient_sync.finish()
+        self._average()
         not_owned, tensors = set() if self._stage is None else self._stage.tied_not_owned, []
         for bucket in self._gradient_sync.buckets:
             used = [s for s in bucket.shards if s.parameter.grad is not None]
@@ -313,7 +416,8 @@ class DistributedOptimizer(Optimizer):
     def pop_stats(self) -> AverageTimings:
         """Return, since the last call, the wait of training and the longest exchange, over gloo.
 
-        It is the time of both collectives; 0 with NCCL and in the modes of a plain all-reduce.
+        It is the time of both collectives; 0 with NCCL. In the modes of a plain all-reduce it is
+        that of the last trial in another mode, 0 if there was none.
         """
         return AverageTimings(*self._gradient_sync.pop_timings(), self._replicas.num_workers)
 
@@ -322,28 +426,32 @@ class DistributedOptimizer(Optimizer):
         _check_initialized()
         return {
             "state": self._full_state(_STATE_DICT),
-            "param_groups": unsharded_param_groups(self._inner.param_groups, self._group_of),
+            "param_groups": self.whole_param_groups,
         }
 
     def async_state_dict(self) -> Future[dict[str, Any]]:
         """Copy this worker's shard now and gather the rest during training; called by all."""
         _check_initialized()
+        if not self._current.is_made:
+            future: Future[dict[str, Any]] = Future()
+            future.set_result(self.state_dict())
+            return future
         self.synchronize()
         buckets = list(self._gradient_sync.buckets)
-        groups = unsharded_param_groups(self._inner.param_groups, self._group_of)
-        if self._background is None:
-            self._background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
-        mode = self.candidate.mode
+        groups = self.whole_param_groups
+        if self._current.background is None:
+            self._current.background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
+        mode = self._current.candidate.mode
         owners = self._collectives.shard_owners(hierarchical=mode.is_hierarchical)
         arguments = (
             buckets,
             copy_state_to_cpu(buckets, self._inner.state),
-            self._background.collectives(owners),
-            self._background.replicas,
+            self._current.background.collectives(owners),
+            self._current.background.replicas,
             _ASYNC_STATE_DICT,
             torch.device("cpu"),
         )
-        work = self._background.thread.start(
+        work = self._current.background.thread.start(
             lambda: {"state": full_state(*arguments), "param_groups": groups}
         )
         return work.future  # every wait of the function has a timeout: a wait for it ends, too
@@ -360,7 +468,32 @@ class DistributedOptimizer(Optimizer):
         self.synchronize()
         for loaded, own in zip(groups, own_groups, strict=True):
             own |= {k: v for k, v in loaded.items() if k != "params"}
-        self._adopt_state(cast_state(state_dict["state"], self._parameters))
+        state = cast_state(state_dict["state"], self._parameters)
+        self._inner.state.clear()
+        if self._current.is_made:
+            self._adopt_state(state)
+        else:  # a copy: the loaded state may be that of an optimizer in use
+            self._initial_state = {
+                index: {key: on_cpu(copied(value)) for key, value in entry.items()}
+                for index, entry in state.items()
+            }
+
+    def detach(self) -> None:
+        """Complete the parameters and leave the model as if it were not wrapped, until `attach`.
+
+        The state stays sharded: `state_dict`, `load_state_dict` and `close` work as before.
+        """
+        self.synchronize()
+        self._remove_hooks()
+
+    def attach(self) -> None:
+        """Continue with the model after `detach`; broadcast the weights of rank 0 if they differ.
+
+        All workers call this together.
+        """
+        self._gradient_sync.recover_weights()
+        self._broadcast_model(_ATTACH)
+        self._add_hooks()
 
     def close(self) -> None:
         """Receive all parameters of the last step, finish the sends to other workers, and end.
@@ -369,10 +502,12 @@ class DistributedOptimizer(Optimizer):
         """
         try:
             self.synchronize()
+            self._gradient_sync.finish_flags()
+            self._collectives.finish_on_device()
         finally:
-            self._detach()
-            if self._background is not None:
-                self._background.thread.close()
+            self._remove_hooks()
+            if self._current.background is not None:
+                self._current.background.thread.close()
             self._collectives.comm_thread.close()
 
     def abort(self) -> None:
@@ -380,12 +515,14 @@ class DistributedOptimizer(Optimizer):
 
         Parameters and gradients may be those of different steps.
         """
-        self._detach()
+        self._remove_hooks()
         self._collectives.comm_thread.abort()
-        if self._background is not None:  # a checkpoint that is being saved may still need it
-            self._background.thread.close()
+        if (
+            self._current.background is not None
+        ):  # a checkpoint that is being saved may still need it
+            self._current.background.thread.close()
 
-    def _detach(self) -> None:
+    def _remove_hooks(self) -> None:
         """Remove what this object has added to the model and its parameters."""
         self._forward.remove()
         for hook in self._hooks:
@@ -416,70 +553,134 @@ class DistributedOptimizer(Optimizer):
     def _frozen(self) -> frozenset[int]:
         return frozenset(i for i, p in enumerate(self._parameters) if not p.requires_grad)
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(parameter: Tensor) -> None:
-            self._gradient_sync.check_received(index)
-            if not self._gradient_sync.is_paused:
-                self._gradient_sync.add_gradient(index)
-
-        return on_gradient
-
     def _name_step(self) -> tuple[int, Worker]:
         """Return the number of the current step and this worker, for a warning."""
         if self._stage is None:
             return self._num_steps, Worker(0, self._replicas.rank)
         return self._stage.num_steps - 1, Worker(self._stage.stage, self._replicas.rank)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler may leave it to the fused wrapped optimizer to skip a step."""
+        return bool(getattr(self._inner, "_step_supports_amp_scaling", False))
+
     def _update(self) -> None:
         """Step the wrapped optimizer once, as its counters expect, and gather the weights."""
         self._gradient_sync.found_inf.grad = None  # it is not a weight
+        of_scaler = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
+        for name in of_scaler:
+            setattr(self._inner, name, getattr(self, name))
         self._is_updating = True
         try:
             self._inner.step()
         finally:
             self._is_updating = False
+            for name in of_scaler:
+                delattr(self._inner, name)
         self._gradient_sync.gather_weights()
 
-    def _reorder_buckets(self) -> None:
-        """Rebuild the buckets in forward order; once, after the first step."""
-        self._is_ordered = True
+    def _average(self) -> None:
+        """Wait for the mean gradients, after backward; the first time make the buckets."""
+        if not self._current.is_made:
+            self._make_buckets()
+        self._gradient_sync.finish()
+
+    def _make_buckets(self) -> None:
+        """Make the buckets in forward order, before the first update."""
         seen_and_frozen = list(self._forward.order), sorted(self._frozen())
-        seen, frozen = self._replicas.broadcast_object(seen_and_frozen, _STEP)
-        late = self._tied.union(frozen)
-        self._order = ParameterOrder.of(seen, len(self._parameters), late)
-        self._unseen = self._order.indices[len(seen) :]
-        self._rebuild_buckets(self.candidate, self._full_state(_STEP))
-        if self._is_auto:
-            space = Space(self._assign_buckets, self._modes)
-            self._autotuner = BucketAutotuner(space, self._replicas)
+        seen, frozen = self._replicas.broadcast_object(seen_and_frozen, _FIRST_MEAN)
+        self._current.order = ParameterOrder.of(
+            seen, len(self._parameters), self._tied.union(frozen)
+        )
+        self._current.unseen = self._current.order.indices[len(seen) :]
+        self._replace_buckets(self._current.candidate)
+        self._adopt_state(self._initial_state)
+        self._current.is_made = True
+
+    def _before_forward(self, indices: Iterable[int]) -> None:
+        if self._stage is not None and self._autotuner is not None and torch.is_grad_enabled():
+            self._autotuner.clock.begin()
+        self._gradient_sync.wait_for_parameters(indices)
 
     def _tune(self) -> None:
-        tuner = self._autotuner
-        if tuner is not None and (candidate := tuner.after_step(_STEP)) is not None:
-            self._rebuild_buckets(candidate, self._full_state(_STEP))
-            tuner.restart()
+        """After a step: time it, and change the buckets if all workers do."""
+        if not self._is_auto:
+            return
+        if self._autotuner is None:
+            self._autotuner = self._make_autotuner()
+        elif not self._autotuner.is_over:
+            work = "" if self._stage is None else f"{self._stage.sizes} {self._stage.last_spec}"
+            candidate = self._autotuner.after_step(work, _STEP)
+            if candidate is not None:
+                self._change_buckets(candidate)
+        if self._stage is None:  # a step lasts until the end of the next one
+            self._autotuner.clock.begin()
 
-    def _assign_buckets(self, candidate: BucketCandidate) -> Any:
-        return assign_buckets(self._parameters, self._order, candidate.bucket_bytes)
+    def _make_autotuner(self) -> "BucketAutotuner":
+        """Make the tuner, when there is optimizer state, whose memory counts."""
+        modes = self._modes if len(self._modes) == 1 else self._affordable_modes()
+        own = [_digest(self._assign_buckets(size)) for size in ALL_SIZES]
+        offers = self._tuned.all_gather_object(([mode.value for mode in modes], own), _STEP)
+        modes = [mode for mode in modes if all(mode in offered for offered, _ in offers)]
+        keys = dict(zip(ALL_SIZES, zip(*(each for _, each in offers), strict=True), strict=True))
+        space = Space(lambda candidate: keys[candidate.bucket_bytes], modes)
+        noise = None if self._stage is None else NOISE
+        device = torch.device("cpu") if self._stage is None else self._parameters[0].device
+        return BucketAutotuner(
+            lambda: BucketTuner(BayesianSearch(space=space), noise=noise),
+            self._tuned,
+            StepClock(device),
+        )
 
-    def _rebuild_buckets(self, candidate: BucketCandidate, state: State) -> None:
-        """Replace the buckets, with no collective in flight; `state` is of whole parameters."""
-        self.candidate = candidate  # the current size of buckets, and the mode of averaging
-        self._gradient_sync.rebuild_buckets(
-            self._assign_buckets(candidate),
+    def _affordable_modes(self) -> list[BucketMode]:
+        """Leave out modes in which the whole optimizer state does not fit into the GPU."""
+        device = self._parameters[0].device
+        if device.type != "cuda" or self._current.candidate.mode.is_all_reduce:
+            return self._modes
+        values = [v for entry in self._inner.state.values() for v in entry.values()]
+        added = sum(v.nbytes for v in values if isinstance(v, Tensor)) * (self.num_replicas - 1)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        fits = added <= torch.cuda.mem_get_info(device)[0] + cached
+        return [mode for mode in self._modes if fits or not mode.is_all_reduce]
+
+    def _assign_buckets(self, bucket_bytes: Bytes) -> tuple[BucketSpec, ...]:
+        return assign_buckets(self._parameters, self._current.order, bucket_bytes)
+
+    def _change_buckets(self, candidate: BucketCandidate) -> None:
+        """Move weights and state to other buckets, one at a time; all workers make this call."""
+        self.synchronize()
+        collectives, state = self._gradient_sync.collectives, dict(self._inner.state)
+        self._inner.state.clear()
+        old = self._replace_buckets(candidate)
+        for bucket, gathered in zip(
+            old, gather_buckets(old, state, collectives, self._replicas, _STEP), strict=True
+        ):
+            for shard in bucket.shards:
+                state.pop(shard.parameter, None)
+            self._adopt_state(gathered)
+        collectives.release_buffers()  # of the old sizes
+
+    def _replace_buckets(self, candidate: BucketCandidate) -> list[Bucket]:
+        """Move the weights to other buckets, with no collective in flight; return the old ones."""
+        self._current.candidate = candidate
+        self._current.shard_of.clear()  # they hold gradients
+        old = self._gradient_sync.rebuild_buckets(
+            self._assign_buckets(candidate.bucket_bytes),
             self._collectives.get(hierarchical=candidate.mode.is_hierarchical),
             all_reduce=candidate.mode.is_all_reduce,
         )
+        self._current.shard_of = {shard.index: shard for shard in self._gradient_sync.shards}
         for group in self._inner.param_groups:
             group["params"] = []
-        for shard in self._gradient_sync.shards:
-            group = self._inner.param_groups[self._group_of[shard.index]]
-            group["params"].append(shard.parameter)
+        for index, shard in self._current.shard_of.items():
+            self._inner.param_groups[self._group_of[index]]["params"].append(shard.parameter)
         self._inner.param_groups[0]["params"].append(self._gradient_sync.found_inf)
-        self._adopt_state(state)
+        return old
 
     def _full_state(self, call: str) -> State:
         """Gather the whole state; all workers make this call."""
+        if not self._current.is_made:
+            return {i: {k: copied(v) for k, v in e.items()} for i, e in self._initial_state.items()}
         self.synchronize()
         return full_state(
             self._gradient_sync.buckets,
@@ -490,58 +691,87 @@ class DistributedOptimizer(Optimizer):
         )
 
     def _adopt_state(self, state: State) -> None:
-        self._inner.state.clear()
-        for shard in self._gradient_sync.shards:
-            full, parameter = state.get(shard.index), self._parameters[shard.index]
-            if full:
-                group = self._inner.param_groups[self._group_of[shard.index]]
+        """Keep this worker's shards of the state of whole parameters, which is emptied."""
+        while state:
+            index, full = state.popitem()
+            shard = self._current.shard_of.get(index)
+            if shard is not None and full:
+                group = self._inner.param_groups[self._group_of[index]]
                 fused = bool(group.get("fused") or group.get("capturable"))
                 self._inner.state[shard.parameter] = shard_state(
-                    full, shard, parameter, fused=fused
+                    full, shard, self._parameters[index], fused=fused
                 )
 
 
 class BucketAutotuner:
-    """Tunes the buckets in training: all workers time their steps, and rank 0 decides."""
+    """Tunes the buckets in training: all `workers` time their steps, and the first decides."""
 
-    def __init__(self, space: Space, replicas: Replicas) -> None:
-        self._trials = BucketTuner(BayesianSearch(space=space))
-        self._replicas = replicas
-        self.current, self.is_over = self._trials.current, False
-        self._seconds: list[Seconds] = []  # step times of the current trial on this worker
-        self.restart()
+    def __init__(
+        self, new_tuner: Callable[[], BucketTuner], workers: Replicas, clock: "StepClock"
+    ) -> None:
+        self._tuner, self._workers, self.clock = EqualWorkTuner(new_tuner), workers, clock
+        self.current, self.is_over = self._tuner.current, False
+        self._works: list[str] = []  # of the steps of the current trial on this worker
 
-    def restart(self) -> None:
-        """Restart the clock: the time since the last step belongs to no step."""
-        self._last_step_end = time.perf_counter()
-
-    def after_step(self, call: str) -> BucketCandidate | None:
+    def after_step(self, work: str, call: str) -> BucketCandidate | None:
         """Return the candidate to switch to now, None for no change; all workers make the call."""
-        now = time.perf_counter()
-        if self.is_over:
+        self.clock.end()
+        self._works.append(work)
+        if len(self._works) < self._tuner.num_steps:
             return None
-        self._seconds.append(now - self._last_step_end)
-        self._last_step_end = now
-        if len(self._seconds) < self._trials.num_steps:
-            return None
-        gathered = self._replicas.all_gather_object(self._seconds, call)
-        slowest = [max(times) for times in zip(*gathered, strict=True)]
-        self._seconds.clear()
-        decision: BucketDecision = self._replicas.run_on_first(
-            lambda: self._decide(slowest), call, as_type=BucketDecision
+        own = list(zip(self.clock.pop(), self._works, strict=True))
+        self._works.clear()
+        gathered = self._workers.all_gather_object(own, call)
+        decision: BucketDecision = self._workers.run_on_first(
+            lambda: self._decide(gathered), call, as_type=BucketDecision
         )
         previous, self.current = self.current, decision.candidate
         self.is_over = decision.is_final
         return None if previous == self.current else self.current
 
-    def _decide(self, slowest: list[Seconds]) -> BucketDecision:
-        decision: BucketDecision | None = None
+    def _decide(self, gathered: Sequence[Sequence[tuple[Seconds, str]]]) -> BucketDecision:
+        steps = [[TimedStep(seconds, work) for seconds, work in each] for each in gathered]
         with torch.enable_grad():  # to fit the Gaussian process, also if step() runs under no_grad
-            for seconds in slowest:
-                decision = self._trials.after_step(seconds)
-        assert decision is not None, "a trial has at least one step"
+            decision = self._tuner.after_steps(steps)
         _logger.info("gradient buckets of %s: %s", decision.candidate, decision.why)
         return decision
+
+
+class StepClock:
+    """Times steps from `begin` to `end`; on a GPU by events in its stream, which nobody waits for.
+
+    What happens between steps, such as an evaluation, does not count.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._start: Any = None
+        self._steps: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Begin a step; does nothing inside of one."""
+        if self._start is None:
+            self._start = self._now()
+
+    def end(self) -> None:
+        assert self._start is not None, "a step has begun"
+        self._steps.append((self._start, self._now()))
+        self._start = None
+
+    def pop(self) -> list[Seconds]:
+        """Return the times of the steps since the last call; on a GPU wait for them."""
+        steps, self._steps = self._steps, []
+        if not self._is_cuda:
+            return [end - start for start, end in steps]
+        steps[-1][1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in steps]
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def _norm_of(
@@ -553,6 +783,10 @@ def _norm_of(
     return torch.linalg.vector_norm(
         torch.stack([torch.zeros((), device=device), *norms]), norm_type
     )
+
+
+def _digest(specs: Sequence[BucketSpec]) -> str:
+    return hashlib.blake2b(repr(specs).encode(), digest_size=8).hexdigest()
 
 
 def _check_initialized() -> None:

@@ -4,7 +4,7 @@ The format is torch's own, so that a checkpoint does not depend on the number of
 of buckets, and a plain optimizer can load it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,26 @@ def full_state(
     call: str,
     device: torch.device | None = None,
 ) -> State:
-    """Gather the state of all parameters, on `device` or else on that of the buckets.
+    """Gather the state of all parameters, on `device` or else on that of the buckets."""
+    return {
+        index: {key: copied(value) for key, value in entry.items()}
+        for gathered in gather_buckets(buckets, state, collectives, replicas, call, device)
+        for index, entry in gathered.items()
+    }
 
-    All workers make this `call` together, with nothing else in flight in `collectives`.
+
+def gather_buckets(
+    buckets: Sequence[Bucket],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    collectives: Collectives,
+    replicas: Replicas,
+    call: str,
+    device: torch.device | None = None,
+) -> Iterator[State]:
+    """Gather the state of the parameters of each bucket in turn, as views of common memory.
+
+    All workers make this `call` together, with nothing else in flight in `collectives`. The memory
+    of a bucket is free when the next one is gathered.
     """
     shards = (shard for bucket in buckets for shard in bucket.shards)
     summaries = {
@@ -46,9 +63,8 @@ def full_state(
         for index, summary in received.items():
             values = {key: _from_summary(each) for key, each in summary.items()}
             all_summaries.setdefault(index, {}).update(values)
-    full: State = {}
     for bucket in buckets:
-        entries = {index: all_summaries.get(index, {}) for index in bucket.parameters}
+        entries = {index: all_summaries.pop(index, {}) for index in bucket.parameters}
         keys = dict.fromkeys(
             k for e in entries.values() for k, v in e.items() if isinstance(v, torch.dtype)
         )
@@ -57,9 +73,10 @@ def full_state(
             flat = _gather(bucket, key, state, collectives, dtype=dtype, device=device)
             for index, entry in entries.items():
                 if key in entry:
-                    entry[key] = bucket.view_of(flat, index).clone()
-        full |= {index: entry for index, entry in entries.items() if entry}
-    return full
+                    entry[key] = bucket.view_of(flat, index)
+            del flat
+        yield {index: entry for index, entry in entries.items() if entry}
+        del entries  # before the next bucket is gathered
 
 
 def copy_state_to_cpu(
@@ -67,7 +84,7 @@ def copy_state_to_cpu(
 ) -> dict[Tensor, dict[str, Any]]:
     """Copy this worker's state to the CPU, where no step changes it."""
     return {
-        s.parameter: {key: _copied(value, "cpu") for key, value in state[s.parameter].items()}
+        s.parameter: {key: copied(value, "cpu") for key, value in state[s.parameter].items()}
         for bucket in buckets
         for s in bucket.shards
         if s.parameter in state
@@ -99,7 +116,7 @@ def unsharded_param_groups(
 
     `group_of` gives the group of each parameter.
     """
-    unsharded = [{k: _copied(v) for k, v in group.items() if k != "params"} for group in groups]
+    unsharded = [{k: copied(v) for k, v in group.items() if k != "params"} for group in groups]
     for number, group in enumerate(unsharded):
         group["params"] = [index for index, owner in enumerate(group_of) if owner == number]
     return unsharded
@@ -174,14 +191,16 @@ def _gather(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> Tensor:
-    flat = torch.zeros(len(bucket.weights), dtype=dtype, device=device or bucket.weights.device)
+    flat = torch.zeros(bucket.size, dtype=dtype, device=device or bucket.device)
     for shard in bucket.shards:
         value = state.get(shard.parameter, {}).get(key)
         if value is not None:
             start = bucket.offsets[shard.index] + shard.start
             flat[start : start + value.numel()] = value
     if not bucket.is_all_reduce:
-        collectives.all_gather(flat, bucket.number).wait()
+        gathered = collectives.all_gather(flat, bucket.number)
+        gathered.wait()
+        gathered.join()
     return flat
 
 
@@ -197,7 +216,11 @@ def _is_shared_scalar(key: str, value: Any, parameter: nn.Parameter) -> bool:
     )
 
 
-def _copied(value: Any, device: str | None = None) -> Any:
+def on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def copied(value: Any, device: str | None = None) -> Any:
     return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
 

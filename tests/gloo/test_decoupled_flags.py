@@ -1,0 +1,72 @@
+"""With NCCL the host of a worker that has used all parameters waits for no other host."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.reduce_scatter import NcclCollectives
+from polyrhythm.run.decoupled import gradient_sync
+from tests.gloo.decoupled import WIDTH, inputs_of, wrap_optimizer
+from tests.gloo.pipelines import run_stages
+
+STEPS = 6
+
+
+class Sometimes(nn.Module):
+    """One layer is used by rank 1 in some steps, one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.odd, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.uses_odd = self.uses_never = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.always(x))
+        x = x + self.odd(x) if self.uses_odd else x
+        return x + self.never(x) if self.uses_never else x
+
+
+def train(ctx: DistContext, *, nccl: bool, all_used: bool) -> tuple[dict[str, Tensor], list[bool]]:
+    """Train in bfloat16, in which gloo has the collectives of NCCL; return which steps waited."""
+    waited: list[bool] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if nccl:
+            monkeypatch.setattr(gradient_sync, "site_of", lambda *_: "auto")
+            monkeypatch.setattr(
+                gradient_sync,
+                "select_backend",
+                lambda device, group, host, start: NcclCollectives(group),
+            )
+        model = Sometimes().to(torch.bfloat16)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        optimizer: Any = wrap_optimizer(model, inner, bucket_bytes=80)
+        for step in range(STEPS):
+            if not all_used:
+                model.uses_never = False
+                model.uses_odd = step == 0 or (ctx.rank == 1 and step % 2 == 1)
+            model(inputs_of(ctx.rank, step).to(torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            waited.append(optimizer._gradient_sync._sent_flags is None)
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.close()
+    return weights, waited
+
+
+@pytest.mark.parametrize("all_used", [True, False])
+def test_flags_are_waited_for_only_if_a_gradient_is_missing(all_used: bool, tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[Any]:
+        return [train(ctx, nccl=nccl, all_used=all_used) for nccl in (True, False)]
+
+    for (weights, waited), (expected, _) in run_stages(2, work, tmp_path):
+        assert waited == [not all_used] * STEPS
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=0.02, atol=0.02)
+        if not all_used:
+            assert torch.equal(weights["never.weight"], Sometimes().to(torch.bfloat16).never.weight)
