@@ -1,4 +1,4 @@
-"""Pings between stages measure the latency and the clock offset."""
+"""Pings between stages measure the latency and the clock offset; events that of a GPU."""
 
 import time
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import autotune
 from polyrhythm.run.pipeline.autotune import ClockOffset, measure_offsets
+from polyrhythm.run.pipeline.executor import DeviceClock, Moment
 from polyrhythm.run.pipeline.partition import linear_wiring
 from polyrhythm.run.pipeline.transport import Connections
 
@@ -93,3 +94,37 @@ def test_fastest_round_trip_is_used(tmp_path: Path) -> None:
 
     with LocalJob(work, 2, output_folder=tmp_path) as job:
         assert job.wait(40), "not done in time"
+
+
+class GpuEvent:
+    """An event that a GPU runs at a time of its own clock."""
+
+    def __init__(self, ran_at: float) -> None:
+        self.ran_at = ran_at
+
+    def elapsed_time(self, later: "GpuEvent") -> float:
+        return (later.ran_at - self.ran_at) * 1e3  # in milliseconds, as CUDA does
+
+
+def moment(ran_at: float, recorded: float) -> Moment:
+    made = Moment(GpuEvent(ran_at))  # type: ignore[arg-type]  # there is no GPU here
+    made.recorded = recorded
+    return made
+
+
+def test_device_clock_is_exact_once_the_gpu_has_waited_for_the_host() -> None:
+    """The GPU's clock shows 5 s less; the first event runs as soon as it is recorded."""
+    clock, base = DeviceClock(), time.perf_counter() - 10.0
+    ahead = [(0.0, 0.0), (1.0, 0.2), (2.0, 0.4), (3.0, 0.6)]  # the host runs ahead
+    times = [clock.read(moment(base - 5 + ran, base + recorded)) for ran, recorded in ahead]
+    assert times == pytest.approx([base + ran for ran, _ in ahead], abs=1e-6)
+
+
+def test_device_clock_follows_a_drift_and_stays_within_the_bounds() -> None:
+    """A time is never before the record of an event, nor after it was found complete."""
+    clock, base = DeviceClock(), time.perf_counter() - 100.0
+    for drift in (0.999, 1.001):
+        for second in range(1, 40):
+            recorded = base + second
+            found = clock.read(moment(drift * second, recorded))
+            assert recorded - 1e-6 <= found <= time.perf_counter()

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -102,23 +102,37 @@ class ScheduleAutotuner:
         default_factory=lambda: defaultdict(_Samples), init=False
     )
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one stage or size, or a memory limit."""
+        return not (
+            self.connections is None and self.microbatch_sizes is None and self.limit is None
+        )
+
     def after_step(
         self,
         step: int,
         header: BatchHeader,
-        durations: Sequence[tuple[Op, MicrobatchKind, Seconds]],
+        durations: Callable[[], Sequence[tuple[Op, MicrobatchKind, Seconds]]],
         transfers: Sequence[tuple[str, Transfer]],
         activation_bytes: dict[MicrobatchKind, Bytes],
     ) -> None:
-        """Record a step and, every few steps, decide: `candidate` runs next."""
-        if self.connections is None and self.microbatch_sizes is None and self.limit is None:
-            return  # one stage, one size and no memory limit: nothing to choose
+        """Record a step and, every few steps, decide: `candidate` runs next.
+
+        `durations`: of the actions since its last call; on a GPU it waits for them.
+        """
+        if not self.has_choice:
+            return
         self._num_steps += 1
         # The first step with a new size allocates, compiles and tunes kernels: it is not typical.
-        if not (self._is_trial and self._num_steps == 1):
-            self._record(durations, transfers)
+        if self._is_trial and self._num_steps == 1:
+            durations()
+        else:
+            self._record_transfers(transfers)
         if self._num_steps < self._next:
             return
+        for op, kind, seconds in durations():
+            self._samples[kind].durations[op].append(seconds)
         start = time.perf_counter()
         # Batches may differ; the most frequent kind of micro-batch represents all.
         kind = max(self._samples, key=lambda kind: len(self._samples[kind].durations[Op.F]))
@@ -186,19 +200,13 @@ class ScheduleAutotuner:
             window=_RECEIVE_WINDOW,
         )
 
-    def _record(
-        self,
-        durations: Sequence[tuple[Op, MicrobatchKind, Seconds]],
-        transfers: Sequence[tuple[str, Transfer]],
-    ) -> None:
-        for op, kind, seconds in durations:
-            self._samples[kind].durations[op].append(seconds)
+    def _record_transfers(self, transfers: Sequence[tuple[str, Transfer]]) -> None:
         if self.connections is None:
             return
         neighbours = _neighbours(self.connections)
         for peer, transfer in transfers:
             # Messages that skip stages are left out: the cost model has only neighbours.
-            if peer in neighbours and transfer.kind in self._samples:
+            if peer in neighbours:
                 samples = self._samples[transfer.kind]
                 is_forward = transfer.action.op is Op.F
                 (samples.activations if is_forward else samples.gradients).append(transfer)

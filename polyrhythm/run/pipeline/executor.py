@@ -4,6 +4,7 @@ Activations live from the forward of a micro-batch to its backward. Their size i
 tensors that autograd saves, once for every kind of micro-batch.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,79 @@ from polyrhythm.types import Action, Bytes, Op, Seconds
 
 MAX_TIMINGS = 4096  # kept until they are read: far more than a step has
 _LATEST: Callable[[], deque[Any]] = partial(deque, maxlen=MAX_TIMINGS)
-_Timing = tuple[torch.cuda.Event, torch.cuda.Event] | Seconds
+_MAX_UNLOGGED = 4  # steps whose actions a GPU may still run; beyond, the host waits
+
+
+class Moment:
+    """When an action begins or ends: on a GPU when it runs the event, which the host only queues.
+
+    `recorded`: of time.perf_counter().
+    """
+
+    __slots__ = ("event", "recorded")
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self.event, self.recorded = event, time.perf_counter()
+
+
+class Timing(NamedTuple):
+    start: Moment
+    end: Moment
+
+    def duration(self) -> Seconds:
+        start, end = self.start.event, self.end.event
+        if start is None or end is None:
+            return self.end.recorded - self.start.recorded
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class DeviceClock:
+    """The time, on the host's clock, at which a GPU ran an event; the host never waits for it.
+
+    A GPU runs an event after the host has recorded it, and before the host finds it complete. Each
+    event so bounds the difference of the two clocks, exactly while one of them waits for the other.
+    """
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+        self._device_time: Seconds = 0.0  # of the last event
+        self._offset = -math.inf  # the host's clock minus the GPU's
+
+    def read(self, moment: Moment) -> Seconds:
+        """Return the time of a moment; its event is complete."""
+        if moment.event is None:
+            return moment.recorded
+        if self._last is not None:
+            self._device_time += self._last.elapsed_time(moment.event) / 1e3
+        self._last = moment.event
+        least, most = moment.recorded, time.perf_counter()
+        self._offset = max(self._offset, least - self._device_time)
+        self._offset = min(self._offset, most - self._device_time)
+        return self._device_time + self._offset
+
+
+@dataclass(slots=True)
+class LoggedAction:
+    """An action for the log: its times, and for whom the host has waited before it."""
+
+    step: int
+    name: str
+    timing: Timing
+    waited: Seconds
+    waited_for: str
+
+    def write(self, log: EventLog, start: Seconds, end: Seconds) -> None:
+        """`start` includes the wait; both are of time.perf_counter()."""
+        waited_for = {"waited_for": self.waited_for} if self.waited_for else {}
+        log.write(
+            "action",
+            start=log.at(start),
+            end=log.at(end),
+            step=self.step,
+            name=self.name,
+            values={"wait": self.waited, **waited_for},
+        )
 
 
 @dataclass(slots=True)
@@ -64,11 +137,11 @@ class StageCompute:
     loss_fn: LossFunction | None = None
     compute: EmulatedCompute | None = None
     dw_builder: Callable[[], Callable[..., None]] | None = None  # adds the gradients of weights
-    is_synchronized: bool = False  # wait for the GPU after each action: for a log or emulation
+    is_timed: bool = True  # somebody reads the times of actions: a tuner, or a log
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
     _saved: dict[int, _SavedForBackward] = field(default_factory=dict, init=False)
-    _timings: deque[tuple[Op, int, _Timing]] = field(default_factory=_LATEST, init=False)
+    _timings: deque[tuple[Op, int, "Timing"]] = field(default_factory=_LATEST, init=False)
 
     def forward(
         self,
@@ -129,13 +202,26 @@ class StageCompute:
         self._end_timing(Op.B, kind, start)
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
 
+    @property
+    def num_in_flight(self) -> int:
+        """The micro-batches whose activations are in memory; not the one of a running backward."""
+        return len(self._saved)
+
     def release(self) -> None:
         """Free the tensors saved for backwards that will not run."""
         self._saved.clear()
 
+    @property
+    def last_timing(self) -> "Timing | None":
+        """The times of the last action; None if they are not taken."""
+        return self._timings[-1][2] if self._timings else None
+
     def durations(self) -> list[tuple[Op, int, Seconds]]:
-        """Return operation, kind and duration of each action since the last call."""
-        durations = [(op, kind, _duration(timing)) for op, kind, timing in self._timings]
+        """Return operation, kind and duration of each action since the last call.
+
+        On a GPU it waits for the last one.
+        """
+        durations = [(op, kind, timing.duration()) for op, kind, timing in self._timings]
         self._timings.clear()
         return durations
 
@@ -144,20 +230,22 @@ class StageCompute:
         self._timings.clear()
 
     # Two calls: a context manager would cost more than the timing itself.
-    def _start_timing(self) -> torch.cuda.Event | Seconds:
-        if self.device.type == "cuda" and not self.is_synchronized:
-            return self._recorded_event()
-        return time.perf_counter()
+    def _start_timing(self) -> "Moment | None":
+        if not self.is_timed:
+            return None
+        # Emulated compute takes the time of the kernels, not of their launch.
+        is_on_gpu = self.device.type == "cuda" and self.compute is None
+        return Moment(self._recorded_event() if is_on_gpu else None)
 
-    def _end_timing(self, op: Op, kind: int, start: torch.cuda.Event | Seconds) -> None:
-        if not isinstance(start, float):
-            self._timings.append((op, kind, (start, self._recorded_event())))
+    def _end_timing(self, op: Op, kind: int, start: "Moment | None") -> None:
+        if start is None:
             return
-        if self.device.type == "cuda":  # time the end of the kernels, not their launch
-            torch.cuda.current_stream(self.device).synchronize()
         if self.compute is not None:
-            self.compute.slow_down(op, time.perf_counter() - start)
-        self._timings.append((op, kind, time.perf_counter() - start))
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            self.compute.slow_down(op, time.perf_counter() - start.recorded)
+        end = Moment(None if start.event is None else self._recorded_event())
+        self._timings.append((op, kind, Timing(start, end)))
 
     def _recorded_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -195,12 +283,17 @@ class Executor:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # keywords of the module
     clock_offsets: dict[str, ClockOffset] = field(default_factory=dict)  # by neighbour
     on_backward: Callable[[], None] | None = field(default=None, init=False)
+    action: Action | None = field(default=None, init=False)  # the one that runs, or has failed
+    loss_scale: Tensor | None = field(default=None, init=False)  # multiplies gradients
     _transfers: deque[tuple[str, Transfer]] = field(default_factory=_LATEST, init=False)
     _num_outputs: dict[MicrobatchKind, int] = field(default_factory=dict, init=False)
-    _number: float = field(default=0.0, init=False)  # of the last message received
+    _number: Count = field(default=0.0, init=False)  # of the last message received
     _waited: Seconds = field(default=0.0, init=False)
     _longest_wait: Seconds = field(default=0.0, init=False)
     _waited_for: str = field(default="", init=False)
+    _unlogged: deque[LoggedAction] = field(default_factory=deque, init=False)
+    _clock: DeviceClock = field(default_factory=DeviceClock, init=False)
+    _last_end: Seconds = field(default=0.0, init=False)  # of the last action of a GPU in the log
 
     def post_receives(self, header: BatchHeader, first: int = 0) -> None:
         """Post receives for a whole batch, whose micro-batches are numbered from `first`."""
@@ -230,21 +323,40 @@ class Executor:
             on_backward()
 
     def execute(self, action: Action, batch: Batch) -> None:
-        start = time.perf_counter()
+        start, self.action = time.perf_counter(), action
         self._waited, self._longest_wait, self._waited_for = 0.0, 0.0, ""
         if action.op is Op.F:
             self._forward(action, batch)
         else:
             self._backward(action, batch)
-        if self.log is not None:
-            waited_for = {"waited_for": self._waited_for} if self._waited_for else {}
-            self.log.write(
-                "action",
-                start=self.log.at(start),
-                step=batch.step,
-                name=str(action),
-                values={"wait": self._waited, **waited_for},
-            )
+        self.action = None
+        if self.log is None:
+            return
+        timing, waited_for = self.stage.last_timing, self._waited_for
+        assert timing is not None, "with a log, actions are timed"
+        logged = LoggedAction(batch.step, str(action), timing, self._waited, waited_for)
+        if timing.end.event is None:
+            logged.write(self.log, start, time.perf_counter())
+        else:
+            self._unlogged.append(logged)
+
+    def log_actions(self, *, is_last: bool = False) -> None:
+        """Between two steps, log the actions that a GPU has run; `is_last`: wait for all."""
+        while self._unlogged:
+            action, last = self._unlogged[0], self._unlogged[-1]
+            event = action.timing.end.event
+            assert self.log is not None, "actions are kept for a log"
+            assert event is not None, "others are logged at once"
+            if not event.query():
+                if not is_last and last.step - action.step < _MAX_UNLOGGED:
+                    return
+                event.synchronize()
+            start, end = map(self._clock.read, action.timing)
+            # The host may have waited while the GPU still ran the action before.
+            action.waited = max(0.0, min(action.waited, start - self._last_end))
+            action.write(self.log, start - action.waited, end)
+            self._last_end = end
+            self._unlogged.popleft()
 
     def _forward(self, action: Action, batch: Batch) -> None:
         m, kind, training = (
@@ -291,6 +403,8 @@ class Executor:
         if self.streams is not None:
             self.streams.begin_backward(batch.position(m))
         weight = batch.weight(m)
+        if self.loss_scale is not None:
+            weight = weight * self.loss_scale
         self.call_on_backward()
         input_gradients = iter(self.stage.backward(m, kind, gradients, weight))
         count = batch.counts.get(m, NOT_COUNTED)
@@ -324,7 +438,7 @@ class Executor:
             sent = zip(positions, layout.specs, strict=True)
             needing_grad = [position for position, spec in sent if spec.needs_grad]
             received = self._receive(self._links.gradients_in[target], action, batch)
-            if self._number != NOT_COUNTED:
+            if isinstance(self._number, Tensor) or self._number != NOT_COUNTED:
                 batch.counts[action.microbatch] = self._number
             for position, gradient in zip(needing_grad, received, strict=True):
                 total[position] = total[position] + gradient if position in total else gradient
@@ -371,7 +485,7 @@ class Executor:
 
     def _receive(self, inbox: Inbox, action: Action, batch: Batch) -> list[Tensor]:
         start = time.perf_counter()
-        tensors, transfer = inbox.get(action)
+        tensors, transfer = self._links.receive(inbox, action)
         self._number = transfer.number
         waited = time.perf_counter() - start
         if waited > self._longest_wait:
@@ -434,7 +548,8 @@ class Executor:
             batch.counts[microbatch] = loss.count
         has_auxiliary = isinstance(auxiliary.value, Tensor) or auxiliary.value != 0.0
         batch.losses.append(loss.mean() + auxiliary.value if has_auxiliary else loss.mean())
-        return (loss.objective(batch.weight(microbatch), batch.unit, returned),)
+        objective = loss.objective(batch.weight(microbatch), batch.unit, returned)
+        return (objective if self.loss_scale is None else objective * self.loss_scale,)
 
     def _to_device(self, arguments: Any, batch: Batch) -> Any:
         """Move tensors to this stage's device."""
@@ -465,14 +580,6 @@ def _tensors_of(returned: object, *, stage: int) -> tuple[Tensor, ...]:
         fix="return only tensors from the stage's module, and keep the rest in the module; "
         "for a DTensor return x.to_local() or x.full_tensor(), for a sparse tensor x.to_dense()",
     )
-
-
-def _duration(timing: _Timing) -> Seconds:
-    if isinstance(timing, float):
-        return timing
-    start, end = timing
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def _shown(value: object) -> str:

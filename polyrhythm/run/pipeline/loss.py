@@ -18,7 +18,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -135,14 +135,15 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor | float:
     for tensor in tensors:
         if tensor.is_sparse:
             tensor = tensor.coalesce().values()
-        if tensor.numel() < _MIN_DOT or not _is_plain(tensor):
+        if tensor.is_cuda or tensor.numel() < _MIN_DOT or not _is_plain(tensor):
             others[tensor.dtype in HALF_PRECISION, isinstance(tensor, DTensor)].append(tensor)
         else:  # a third of the time of a norm, and more exact
             flat = tensor.view(-1)
             squares += torch.dot(flat, flat).item()
-    for (is_half, _), some in others.items():
+    for (is_half, is_sharded), some in others.items():
         norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
-        norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
+        if is_sharded:
+            norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
         if norms[0].is_cpu:  # a number costs less than an operation on tensors
             numbers = [norm.item() for norm in norms]
             squares += sum([number * number for number in numbers])  # ** raises if too large
@@ -228,6 +229,8 @@ class LossFunction:
         else:
             known = target if host_target is None else host_target
             value = _checked_scalar(returned)
+            if known is not target:
+                calls = [call.with_target_on_host(target, known) for call in calls]
             what, count = self._count(calls, value, known, num_samples)
             loss = MicrobatchLoss(value, count)
             if not _may_be_positive(count):  # losses often return 0 early, without a label
@@ -442,6 +445,15 @@ class _Reduction:
         target = self.target
         place = target.data_ptr(), target.shape, target.stride(), target.dtype
         return *place, id(self.weight), self.ignore_index, self.num_predictions
+
+    def with_target_on_host(self, target: Any, host_target: Any) -> "_Reduction":
+        """Count labels on the host, if they are all that were copied to the GPU, and unchanged."""
+        found, copied = _integer_labels(host_target), _integer_labels(target)
+        if self.weight is not None or found is None or copied is None or copied._version:
+            return self
+        is_same = self.target.data_ptr() == copied.data_ptr() and copied.is_contiguous()
+        is_whole = self.target.numel() == copied.numel() and self.target.is_contiguous()
+        return replace(self, target=found) if is_same and is_whole else self
 
     def count(self) -> Count:
         """Return the number by which a mean divides the sum of losses."""

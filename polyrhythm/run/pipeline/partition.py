@@ -11,6 +11,7 @@ model says which outputs of which stages it takes.
 """
 
 import difflib
+import logging
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,9 +40,12 @@ from polyrhythm.run.pipeline.stage_modules import (
     SequentialStage,
     StageSpec,
     extract_stage,
+    return_whole_output,
     starts_in_place,
 )
 from polyrhythm.run.random_streams import StreamedLayer
+
+_logger = logging.getLogger(__name__)
 
 _WHOLE_STEP = "average the gradients after step(), or use fully_shard, which reduces them once"
 # By name: importing them takes as long as the rest of the package.
@@ -124,12 +128,30 @@ def linear_wiring(stage: int, num_stages: int) -> Wiring:
 
 
 def as_partition(
-    module: Any, stage: int, num_stages: int, tied: TiedNames | None = None
+    module: Any,
+    stage: int,
+    num_stages: int,
+    tied: TiedNames | None = None,
+    *,
+    recompute: bool = False,
 ) -> ModelPartition:
     """Return a partition itself; make one of a module or a torch stage.
 
     `tied` names the parameters that stages share, which modules split by hand do not tell.
+    To `recompute`, a module must tell its layers: a Sequential does.
     """
+    if recompute:
+        if not isinstance(module, nn.Sequential):
+            raise _no_layers_to_recompute(module)
+        module = SequentialStage(
+            dict(module._modules.items()),
+            first=0,
+            is_last=True,
+            received=(),
+            extra={},
+            sent=(),
+            recompute=True,
+        )
     if isinstance(module, ModelPartition):
         if tied is not None:
             raise ScheduleError(
@@ -152,12 +174,21 @@ def as_partition(
             expected="an nn.Module, or a torch PipelineStage",
             fix="wrap it in one",
         )
-    if isinstance(partition.module, nn.Sequential) and num_stages == 1:
+    if isinstance(partition.module, nn.Sequential | SequentialStage) and num_stages == 1:
         whole = partition.module
         layers = _streamed(whole, whole, range(len(whole._modules)))
         partition = replace(partition, layers=layers)
     by_stage = [{submodules.get(str(k), k): name for k, name in tie.items()} for tie in tied or ()]
     return replace(partition, tied=_named_ties(partition.module, by_stage, stage, num_stages))
+
+
+def _no_layers_to_recompute(module: Any) -> ScheduleError:
+    return ScheduleError(
+        f"recompute=True with a {type(module).__name__}",
+        expected="a Sequential, or a model that is split here, whose layers recompute",
+        fix="use Pipeline.from_layers(model, recompute=True); or in the module's forward "
+        "torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)",
+    )
 
 
 def torch_stage_of(stage: Any) -> Any | None:
@@ -327,6 +358,26 @@ def module_device(module: nn.Module, device: torch.device | str | None) -> torch
     return torch.device("cpu") if parameter is None else parameter.device
 
 
+def check_device(module: nn.Module, device: torch.device, stage: int) -> None:
+    """Refuse, before the first batch, a module that is not on the device of its stage.
+
+    FSDP2 may keep shards in main memory, and a module may have tensors on other devices, too.
+    """
+    found = {p.device for p in module.parameters() if not isinstance(p, DTensor)}
+    if not found or any(
+        each.type == device.type and (device.type == "cpu" or device.index in (each.index, None))
+        for each in found
+    ):
+        return
+    where = " and ".join(sorted(map(str, found)))
+    raise ScheduleError(
+        f"device={str(device)!r}, and the module of stage {stage} is on {where}",
+        expected="weights on the device on which the stage runs",
+        fix=f"call pipeline.module.{'to_empty(device=' if where == 'meta' else 'to('}"
+        f"{str(device)!r}) before the first step, or omit device=",
+    )
+
+
 def check_module(
     module: nn.Module, *, stage: int, is_tuned: bool, flush: bool, has_dw_builder: bool = False
 ) -> None:
@@ -391,8 +442,12 @@ def split_sequential(
     num_stages: int,
     layers_per_stage: Sequence[int] | None = None,
     skips: Mapping[int | str, int | str | Sequence[int | str]] | None = None,
+    recompute: bool = False,
 ) -> ModelPartition:
-    """Split a Sequential; `skips={5: 1}` (index or name) calls layer 5 with outputs of 4 and 1."""
+    """Split a Sequential; `skips={5: 1}` (index or name) calls layer 5 with outputs of 4 and 1.
+
+    `recompute`: layers keep only their inputs, and run again in the backward.
+    """
     names = list(model._modules)  # named_children() leaves out a layer's second appearance
     ranges = _ranges(len(names), num_stages, layers_per_stage)
     owner = [holder for holder, held in enumerate(ranges) for _ in held]
@@ -416,6 +471,7 @@ def split_sequential(
         received=needed[stage] if extra else (),
         extra=extra,
         sent=sent if extra else (),
+        recompute=recompute,
     )
     index = {name: i for i, name in enumerate(names)}
     holders = {
@@ -440,13 +496,23 @@ def split_layers(
     every: Sequence[str] = (),
     epilogue: Sequence[str] = (),
     layers_per_stage: Sequence[int] | None = None,
+    recompute: bool = False,
 ) -> ModelPartition:
     """Split a model: each stage runs the model's own forward around its slice of `layers`.
 
     All names are dotted. `prologue` goes to the first stage, `epilogue` to the last, `every` and
     modules without parameters to all. Stages after the first take the hidden state as their only
     positional argument; the last returns the logits (or the first tensor that the model returns).
+    `recompute`: layers keep only their inputs, and run again in the backward, unless the model
+    does that itself.
     """
+    if recompute and recomputes_itself(model):
+        _logger.warning(
+            "%s recomputes its layers itself (gradient_checkpointing_enable): the stage does not "
+            "do it a second time",
+            type(model).__name__,
+        )
+        recompute = False
     listed = _check_lists(model, layers=layers, prologue=prologue, every=every, epilogue=epilogue)
     layer_list = model.get_submodule(layers)
     ranges = _ranges(len(layer_list._modules), num_stages, layers_per_stage)
@@ -467,6 +533,7 @@ def split_layers(
             own_layers=ranges[stage],
             absent={name for name, stages in stages_by_name.items() if stage not in stages},
             inner={outer for name in (layers, *listed) for outer in enclosing(name)},
+            recompute=recompute,
         ),
         is_last=stage == num_stages - 1,
     )
@@ -483,6 +550,13 @@ def split_layers(
         wiring=linear_wiring(stage, num_stages),
         tied=_tied(model, module, holders),
         layers=_streamed(layer_list, module.get_submodule(layers), ranges[stage]),
+    )
+
+
+def recomputes_itself(model: nn.Module) -> bool:
+    """Return whether a model of transformers checkpoints its layers' activations."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
     )
 
 
@@ -745,16 +819,25 @@ class LayerSplit:
                     )
 
     def extract_stage(
-        self, model: nn.Module, stage: int, layers_per_stage: Sequence[int]
+        self,
+        model: nn.Module,
+        stage: int,
+        layers_per_stage: Sequence[int],
+        *,
+        recompute: bool = False,
     ) -> ModelPartition:
-        """Return one stage of the model; parameters keep their names."""
+        """Return one stage of the model; parameters keep their names.
+
+        `recompute`: its layers keep only their inputs, and run again in the backward.
+        """
         num_stages = len(layers_per_stage)
-        if self.layers is None and num_stages == 1:
+        is_whole = self.layers is None and num_stages == 1
+        if is_whole and not recompute:
             return self._whole(model)
         split = self.found(model)
         split._check_together(layers_per_stage)
         if split.layers is not None:  # also for one stage, for the same arguments of the loss
-            return split_layers(
+            partition = split_layers(
                 model,
                 stage=stage,
                 num_stages=num_stages,
@@ -763,10 +846,18 @@ class LayerSplit:
                 every=split.every,
                 epilogue=split.epilogue,
                 layers_per_stage=layers_per_stage,
+                recompute=recompute,
             )
+            if is_whole:
+                return_whole_output(partition.module)
+            return partition
         assert isinstance(model, nn.Sequential), "others have a list of layers"
         return split_sequential(
-            model, stage=stage, num_stages=num_stages, layers_per_stage=layers_per_stage
+            model,
+            stage=stage,
+            num_stages=num_stages,
+            layers_per_stage=layers_per_stage,
+            recompute=recompute,
         )
 
     def _whole(self, model: nn.Module) -> ModelPartition:

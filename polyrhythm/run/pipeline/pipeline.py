@@ -7,7 +7,8 @@ arrived. Micro-batches run in the same order under every schedule: gradients are
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
@@ -17,11 +18,14 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
-from polyrhythm.errors import ScheduleError, peer_errors
+from polyrhythm.describe import units
+from polyrhythm.errors import ScheduleError, TrainingError, is_out_of_memory, peer_errors
 from polyrhythm.events import worker_log
 from polyrhythm.renamed import renamed_arguments
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, all_reduce
+from polyrhythm.run.comm.reduce_scatter import site_of
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import (
     ScheduleAutotuner,
@@ -36,6 +40,7 @@ from polyrhythm.run.pipeline.batch import (
     EndOfDataError,
     Metadata,
     Microbatches,
+    MicrobatchKind,
     StepInputs,
     mean_loss,
 )
@@ -49,6 +54,7 @@ from polyrhythm.run.pipeline.partition import (
     TiedParameter,
     Wiring,
     as_partition,
+    check_device,
     check_module,
     module_device,
     split_layers,
@@ -67,7 +73,7 @@ from polyrhythm.run.pipeline.stage_modules import (
     call_after_earlier_layers,
     check_keywords,
     keywords_for_all,
-    let_compute_loss,
+    return_whole_output,
     without_cache,
 )
 from polyrhythm.run.pipeline.transport import Connections, stage_ranks
@@ -75,7 +81,7 @@ from polyrhythm.run.random_streams import RandomStreams, may_draw
 from polyrhythm.schedule.builders import Schedule
 from polyrhythm.schedule.spec import ExplicitSchedule, ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
-from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
+from polyrhythm.types import AUTO, Action, Bytes, Op, Seconds, Worker
 
 _RENAMED = renamed_arguments(
     module="stage=", num_microbatches="n_microbatches=", group="process_group=", deadline="timeout="
@@ -111,6 +117,8 @@ class Pipeline:
         compute: EmulatedCompute | None = None,
         pipeline: int = 0,
         seed: int | None = None,
+        recompute: bool = False,
+        site: str | None = AUTO,
     ) -> None:
         """`stage` is the module of this stage, or a torch.distributed.pipelining stage.
 
@@ -137,11 +145,16 @@ class Pipeline:
         over micro-batches, or of all sums that `loss_fn` returns.
         `tied=[{0: "embed.weight", 3: "head.weight"}]`: parameters that modules split by hand share,
         by stage; their gradients are summed. `timeout`: the longest wait for another stage before
-        it counts as lost. `window`: number of receives posted ahead per direction, instead of the
+        it counts as lost, or half an hour in the first two batches of each kind, which stages may
+        compile. `window`: number of receives posted ahead per direction, instead of the
         schedule's number. `pipeline` numbers the replicas of a job in messages and logs; `log` is
         an event log, or the folder of a run in which to write one. With a `seed`, dropout masks do
         not depend on the number of stages (`random_streams.py`), but on `pipeline` and `num_steps`,
         which a script that resumes sets; by default they are drawn as always in torch.
+        `recompute`: the layers of this stage keep only their inputs from forward to backward, and
+        run again in the backward (activation checkpointing); other stages need not do the same.
+        `site`: stages with the same one pass tensors over NCCL, others over gloo; None for gloo. By
+        default all have the same, whose process group has NCCL for their device.
         """
         options = PipelineOptions(
             n_microbatches=n_microbatches,
@@ -162,7 +175,7 @@ class Pipeline:
             device = torch_stage.device if device is None else device
         self.ranks, self.stage = stage_ranks(process_group)  # ranks of all stages, in the job
         self.num_stages = len(self.ranks)
-        partition = as_partition(stage, self.stage, self.num_stages, tied)
+        partition = as_partition(stage, self.stage, self.num_stages, tied, recompute=recompute)
         self.module = partition.module
         self.device = module_device(self.module, device)
         self._check_partition(partition, options)  # raises before any communication
@@ -176,13 +189,18 @@ class Pipeline:
         if loss_fn is not None and not isinstance(loss_fn, LossFunction):
             loss_fn = LossFunction(loss_fn)
         if isinstance(loss_fn, LossFunction) and loss_fn.function is None:
-            let_compute_loss(self.module)
+            return_whole_output(self.module)
         self._loss_fn, self._is_closed, self.num_steps = loss_fn, False, 0
         self.loss_counts: list[Count] = []  # labels or samples of each loss of the latest batch
         self._failure: str | None = None  # why a step or eval has failed
+        # Of the optimizer, if it is known, for what an error says of memory.
+        self.optimizer_state: Callable[[], Mapping[Any, Any]] | None = None
         self._last_header: BatchHeader | None = None  # of the latest batch
+        self._num_batches = Counter[MicrobatchKind]()  # that have micro-batches of each kind
         self._number = pipeline
-        self._connections = self._connect(partition.wiring, options, pipeline, seed)
+        group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        site = site_of(site, self.device, group)
+        self._connections = self._connect(partition.wiring, options, pipeline, seed, site)
         self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
         if isinstance(log, str | Path):
@@ -191,6 +209,8 @@ class Pipeline:
         self._executor = self._make_executor(partition, compute, seed)
         self._tied = self._tie(partition.tied, tied, is_split_here=stage is partition)
         self._runner = self._make_runner(options)
+        if self._connections is not None:
+            self._connections.set_step_timeout(num_done=0)
 
     def _check_partition(self, partition: ModelPartition, options: PipelineOptions) -> None:
         check_module(
@@ -205,7 +225,12 @@ class Pipeline:
             options.pipedream_limits(self.num_stages)
 
     def _connect(
-        self, wiring: Wiring, options: PipelineOptions, pipeline: int, seed: int | None
+        self,
+        wiring: Wiring,
+        options: PipelineOptions,
+        pipeline: int,
+        seed: int | None,
+        site: str | None,
     ) -> Connections | None:
         """Connect all stages, which must have the same options; None for a single stage."""
         if self.num_stages == 1:
@@ -218,6 +243,7 @@ class Pipeline:
             pipeline=pipeline,
             timeout=options.timeout,
             window=options.window,
+            site=site,
         )
         connections.check_consistent(f"{options.text}, seed {seed}")
         return connections
@@ -234,7 +260,7 @@ class Pipeline:
                 loss_fn=self._loss_fn if self.is_last else None,
                 compute=compute,
                 dw_builder=partition.dw_builder,
-                is_synchronized=self.log is not None or compute is not None,
+                is_timed=self.log is not None or compute is not None,
             ),
             wiring=partition.wiring,
             connections=self._connections,
@@ -278,6 +304,7 @@ class Pipeline:
                 connections=self._connections,
                 log=self.log,
             )
+            self._executor.stage.is_timed |= autotuner.has_choice
         return FlushRunner(
             module=self.module,
             executor=self._executor,
@@ -297,6 +324,7 @@ class Pipeline:
         process_group: dist.ProcessGroup | None = None,
         layers_per_stage: Sequence[int] | None = None,
         skips: Mapping[int | str, Any] | None = None,
+        recompute: bool = False,
         **options: Any,
     ) -> Self:
         """Run this process's layers of `model`; `skips={5: 1}`: layer 5 also takes 1's output."""
@@ -307,6 +335,7 @@ class Pipeline:
             num_stages=len(ranks),
             layers_per_stage=layers_per_stage,
             skips=skips,
+            recompute=recompute,
         )
         return cls(partition, process_group=process_group, **options)
 
@@ -322,6 +351,7 @@ class Pipeline:
         epilogue: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         layers_per_stage: Sequence[int] | None = None,
+        recompute: bool = False,
         **options: Any,
     ) -> Self:
         """Run this process's part of a model with a list of layers, as in Hugging Face models.
@@ -335,7 +365,11 @@ class Pipeline:
         if split.layers is None:
             assert isinstance(model, nn.Sequential), "others have a list of layers"
             return cls.from_sequential(
-                model, process_group=process_group, layers_per_stage=layers_per_stage, **options
+                model,
+                process_group=process_group,
+                layers_per_stage=layers_per_stage,
+                recompute=recompute,
+                **options,
             )
         partition = split_layers(
             model,
@@ -346,6 +380,7 @@ class Pipeline:
             every=split.every,
             epilogue=split.epilogue,
             layers_per_stage=layers_per_stage,
+            recompute=recompute,
         )
         return cls(partition, process_group=process_group, **options)
 
@@ -453,6 +488,7 @@ class Pipeline:
             loss, _ = mean_loss(batch.losses, batch.loss_counts) if batch.losses else (None, 0.0)
             values = {} if loss is None else {"loss": loss}  # on the last stage
             log.write("step", start=log.at(start), step=batch.step, values=values)
+        self._executor.log_actions()
         self.num_steps += 1
         return self._results(batch, losses)
 
@@ -480,6 +516,7 @@ class Pipeline:
         # The schedule is tuned by the times of training alone.
         self._executor.stage.forget_durations()
         self._executor.pop_transfers()
+        self._executor.log_actions()
         return self._results(batch, losses)
 
     def run_microbatches(
@@ -525,6 +562,10 @@ class Pipeline:
         assert self._connections is not None, "a later stage"
         return self._connections.receive_data(nbytes)
 
+    def finish_log(self) -> None:
+        """Write the actions to the log that a GPU has not run yet; wait for them."""
+        self._executor.log_actions(is_last=True)
+
     def end_batches(self) -> None:
         """Announce from the first stage that no batch follows; the other stages wait for one."""
         self._check_open("end_batches")
@@ -542,6 +583,35 @@ class Pipeline:
                 fix="omit dw_builder: autograd computes all gradients",
             )
         self._flush_runner.accumulation_context = context
+
+    def set_loss_scale(self, scale: Tensor | None) -> None:
+        """Multiply the gradients of the next steps by a number on this stage's device.
+
+        Every stage passes the same one, such as `scaler.scale(torch.ones((), device=...))` of a
+        GradScaler. Losses, and auxiliary ones, are reported as they are.
+        """
+        if not self.is_flushed and self.num_stages > 1:
+            raise ScheduleError(
+                "a loss scale without a flush",
+                expected="gradients of the same mini-batch, and scale, on all stages",
+                fix="use flush=True, or bfloat16, which needs no scale",
+            )
+        self._executor.loss_scale = scale
+
+    @property
+    def is_loss_scaled(self) -> bool:
+        return self._executor.loss_scale is not None
+
+    @property
+    def has_last_backward(self) -> bool:
+        """Whether each step has a last backward, in which autograd completes all gradients."""
+        return self.is_flushed and self._executor.stage.dw_builder is None
+
+    def set_last_backward_context(
+        self, context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Set the context of the last backward of a step, if the pipeline has one."""
+        self._flush_runner.last_backward_context = context
 
     def keep_parameters(self) -> None:
         """Declare that no parameter is replaced by another one: an optimizer would miss it."""
@@ -568,11 +638,12 @@ class Pipeline:
         """
         self._check_open("drain")
         if isinstance(self._runner, PipeDreamRunner):
-            for _ in self._runner.drain():
-                was_last = self._runner.is_drained
-                yield
-                if not was_last:
-                    self._check_open("drain")
+            with self.describe_out_of_memory("drain"):
+                for _ in self._runner.drain():
+                    was_last = self._runner.is_drained
+                    yield
+                    if not was_last:
+                        self._check_open("drain")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all stages by their common norm, as torch does for one model."""
@@ -586,16 +657,20 @@ class Pipeline:
         gradients = self.gradients()
         owned = self.gradients(owned=True) if self.tied_not_owned else gradients
         # In double precision: the sum of squares of a whole model may overflow float32.
-        total = torch.tensor(0.0, dtype=torch.float64)
+        total: Count = 0.0
         if norm_type == 2.0:
-            total = torch.as_tensor(squared_norm(owned), dtype=torch.float64).cpu()
+            total = squared_norm(owned)
         elif owned:
             norms = torch.stack([_norm(gradient, norm_type) for gradient in owned])
             total = norms.max() if norm_type == math.inf else (norms**norm_type).sum()
-        norm = self._reduce_norm(total, norm_type)
-        scale = max_norm / (norm.item() + 1e-6)
-        if not scale >= 1.0:  # or nan
-            scale_by(scale, map(local, gradients))
+        if self._connections is not None:  # which reduces it on the host
+            total = float(total)
+        norm = self._reduce_norm(torch.as_tensor(total, dtype=torch.float64), norm_type)
+        scale = max_norm / (norm + 1e-6)
+        if not norm.is_cpu:  # without waiting for it
+            scale_by(scale.clamp(max=1.0), map(local, gradients))
+        elif not scale >= 1.0:  # or nan
+            scale_by(scale.item(), map(local, gradients))
         return norm.float()
 
     def gradients(self, *, owned: bool = False) -> list[Tensor]:
@@ -630,6 +705,7 @@ class Pipeline:
                 if isinstance(self._runner, PipeDreamRunner) and not self._runner.is_drained:
                     self._connections.abort()
                 self._connections.close()
+            self.finish_log()
         finally:
             self._release()
 
@@ -684,18 +760,70 @@ class Pipeline:
         A single stage with a flush has no batch in flight, and may continue with the next one.
         """
         self._check_open(called)
+        number = self.num_steps
+        where = f"step {number}" if called == "step" else f"an evaluation after {number} steps"
         try:
-            yield
+            with self.describe_out_of_memory(where):
+                yield
         except EndOfDataError:
             raise
         except BaseException as error:
             self._runner.release()
+            self._executor.action = None
             if self._connections is not None or not self.is_flushed:
                 text = str(error).splitlines()[:1]
                 self._failure = f"a failed {called}: {': '.join([type(error).__name__, *text])}"
             if self._connections is not None:
                 self._connections.abort()
             raise
+
+    @contextmanager
+    def describe_out_of_memory(self, where: str) -> Iterator[None]:
+        """Turn a failed allocation into a TrainingError that says what this stage holds.
+
+        `where` names the step, or what else runs in the block.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            action, worker = self._executor.action, Worker(self.stage, self._number)
+            raise TrainingError(
+                f"{worker} ran out of memory in {f'{action} of ' if action else ''}{where}",
+                expected=f"room for more than this stage holds: {self._held_memory(action)}",
+                fix=self._use_less_memory(action),
+            ) from error
+
+    def _held_memory(self, action: Action | None) -> str:
+        parameters = list(self.module.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        state = [] if self.optimizer_state is None else list(self.optimizer_state().values())
+        in_optimizer = [x for x in pytree.tree_leaves(state) if isinstance(x, Tensor)]
+        stage, is_backward = self._executor.stage, action is not None and action.op is Op.B
+        num_in_flight = stage.num_in_flight + is_backward
+        text = f"weights {_size(parameters)}, gradients {_size(gradients)}, "
+        if self.optimizer_state is not None:
+            text += f"optimizer state {_size(in_optimizer)}, "
+        text += f"activations of {num_in_flight} micro-batch{'es' * (num_in_flight != 1)}"
+        if num_in_flight and stage.activation_bytes:
+            text += f", {units.show(max(stage.activation_bytes.values()), Bytes)} each"
+        return text
+
+    def _use_less_memory(self, action: Action | None) -> str:
+        if action is None and not self._executor.stage.num_in_flight:  # in the update
+            return "use more stages, or an optimizer with less state; foreach=False makes no copies"
+        changes = [
+            'recompute activations: DeviceConfig(recompute="always"), Pipeline(recompute=True)'
+        ]
+        if (largest := max(self.sizes, default=1)) > 1:
+            changes.insert(0, f"use a microbatch_size below {largest}")
+        if self.peak_in_flight > 1:
+            changes.append("a schedule with fewer micro-batches in flight, such as 1f1b or bounded")
+        changes.append(
+            "more stages; or set memory_limit=, for plans and schedule='auto' to keep to"
+        )
+        return ", ".join(changes)
 
     def _release(self) -> None:
         self._is_closed = True
@@ -707,6 +835,8 @@ class Pipeline:
 
     def _begin(self, step_inputs: StepInputs) -> Batch:
         """Split the batch as its header prescribes, and post its receives."""
+        if not self._num_batches:  # users move a stage after they have created the pipeline
+            check_device(self.module, self.device, self.stage)
         step_inputs.check(self._loss_fn, is_last=self.is_last)
         self._splitter.microbatch_size = (
             self._runner.microbatch_size or self._splitter.microbatch_size
@@ -719,6 +849,7 @@ class Pipeline:
             header = self._connections.relay_header(header)
         assert header is not None, "the first stage makes the header, the others receive it"
         self._last_header = header
+        self._set_step_timeout(header)
         if not self.is_first and step_inputs.microbatches is None:
             check_keywords(self.module, header.keywords, step_inputs.kwargs, self.stage)
         first: int | None = None
@@ -730,6 +861,13 @@ class Pipeline:
         )
         batch.first = self._runner.post_receives(header) if first is None else first
         return batch
+
+    def _set_step_timeout(self, header: BatchHeader) -> None:
+        """Wait longer for other stages in the first batches of each kind, which they compile."""
+        kinds = set(header.kinds)
+        if self._connections is not None and kinds:
+            self._connections.set_step_timeout(min(self._num_batches[kind] for kind in kinds))
+        self._num_batches.update(kinds)
 
     def _isolated_streams(self) -> AbstractContextManager[None]:
         streams = self._executor.streams
@@ -757,7 +895,11 @@ def _same_group(
     return group
 
 
+def _size(tensors: Iterable[Tensor]) -> str:
+    return units.show(sum(local(tensor).nbytes for tensor in tensors), Bytes)
+
+
 def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     """Return the norm of a gradient; of a sharded one, the norm of the whole."""
     norm = torch.linalg.vector_norm(gradient, norm_type)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double().cpu()
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()

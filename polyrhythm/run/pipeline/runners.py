@@ -261,6 +261,7 @@ class FlushRunner:
     autotuner: ScheduleAutotuner | None
     division: GradientDivision
     accumulation_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    last_backward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     keeps_parameters: bool = False  # nobody replaces them: to list them takes 0.1 ms and more
     # The schedule of the last step; `spec` is that of the next.
     last_spec: ScheduleSpec | ExplicitSchedule = field(init=False)
@@ -314,7 +315,8 @@ class FlushRunner:
         with self.tied.sum_gradients() if self.tied is not None else nullcontext():
             with _accumulate_locally(self._sharded), self.accumulation_context():
                 self.executor.run(actions[:-1], batch)
-            self.executor.run(actions[-1:], batch)  # the last backward
+            with self.last_backward_context():
+                self.executor.run(actions[-1:], batch)
             self.division.end(batch)
         if self.executor.connections is not None:
             self.executor.connections.drain()
@@ -332,7 +334,7 @@ class FlushRunner:
         if self.autotuner is None:
             return
         self.autotuner.after_step(
-            batch.step, batch.header, stage.durations(), transfers, stage.activation_bytes
+            batch.step, batch.header, stage.durations, transfers, stage.activation_bytes
         )
         if self.autotuner.clock_offsets:
             self.executor.clock_offsets = self.autotuner.clock_offsets

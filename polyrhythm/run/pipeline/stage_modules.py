@@ -6,6 +6,9 @@ the first layer of the next stage ends the forward, with its hidden state as the
 model's own code runs the own layers, and its code before and after all layers takes effect only on
 the first and the last stage. The list of layers keeps its length, since models choose a layer's
 mask by its position (Gemma, Qwen and many more).
+
+A stage may recompute: each layer runs under torch's activation checkpointing and keeps only its
+inputs from forward to backward. Names of parameters, hooks and the user's model stay as they are.
 """
 
 import copy
@@ -13,12 +16,16 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from polyrhythm.describe.model import blocks_with_parameters
 from polyrhythm.errors import PlanError
 
 
@@ -34,12 +41,14 @@ class SequentialStage(nn.Module):
         received: Sequence[int],
         extra: Mapping[int, Sequence[int]],
         sent: Sequence[int],
+        recompute: bool = False,
     ) -> None:
         """Outputs are identified by the index of the layer that computes them.
 
         `first` is the index of the first own layer; `extra` maps a layer to further outputs that it
         takes. Without `received` the inputs are the outputs of the previous layer; without `sent`
-        the output is that of the last layer.
+        the output is that of the last layer. To `recompute`, a layer without parameters joins the
+        layer before it: an activation function alone would keep as much as it stores.
         """
         super().__init__()
         for name, layer in layers.items():
@@ -47,6 +56,21 @@ class SequentialStage(nn.Module):
         self._first, self._is_last = first, is_last
         self._received, self._extra, self._sent = received, extra, sent
         self._kept = {*sent, *(v for values in extra.values() for v in values)}
+        self._recompute = recompute
+        self._blocks = self._make_blocks()
+
+    def _make_blocks(self) -> list[range]:
+        """Return the layers that run together: each alone, or those that recompute together."""
+        layers = [layer for layer in self._modules.values() if layer is not None]
+        own = range(self._first, self._first + len(layers))
+        starts = set(own)
+        if self._recompute:
+            blocks = blocks_with_parameters([_has_parameters(layer) for layer in layers])
+            starts = {own[block.start] for block in blocks}
+            # Outputs between the layers of a block are not known outside it.
+            starts |= {index for index in own if index - 1 in self._kept or index in self._extra}
+        bounds = [*sorted(starts), own.stop]
+        return [range(a, b) for a, b in pairwise(bounds)]
 
     def forward(self, *inputs: Any) -> Any:
         kept: dict[int, Any] = {}
@@ -55,11 +79,13 @@ class SequentialStage(nn.Module):
             inputs = (kept[self._first - 1],)
         elif self._first > 0 and len(inputs) > 1:
             inputs = (inputs,)  # the previous layer returned a tuple, which is one argument
-        for index, layer in enumerate(self._modules.values(), start=self._first):
-            assert layer is not None, "a Sequential has no empty entries"
-            if index == self._first > 0 and starts_in_place(layer):
-                inputs = tuple(x.clone() for x in inputs)  # autograd forbids to change a leaf
-            output = layer(*inputs, *(kept[v] for v in self._extra.get(index, ())))
+        layers = [layer for layer in self._modules.values() if layer is not None]
+        for block in self._blocks:
+            own = layers[block.start - self._first : block.stop - self._first]
+            run = partial(self._run, own, block.start == self._first > 0)
+            arguments = (*inputs, *(kept[v] for v in self._extra.get(block.start, ())))
+            output = recomputed_call(run, arguments) if self._recompute else run(*arguments)
+            index = block[-1]
             if index in self._kept:
                 kept[index] = output
             inputs = (output,)
@@ -70,6 +96,35 @@ class SequentialStage(nn.Module):
             return output if is_tuple else _require_tensor(index, output)
         sent = tuple(_require_tensor(index, kept[index]) for index in self._sent)
         return sent if len(sent) > 1 else sent[0]
+
+    def _run(self, layers: Sequence[nn.Module], is_received: bool, *inputs: Any) -> Any:
+        """Run consecutive layers; only the first takes more than the output of the one before."""
+        if (self._recompute or is_received) and starts_in_place(layers[0]):
+            inputs = tuple(x.clone() for x in inputs)  # kept inputs and leaves must not change
+        for layer in layers:
+            inputs = (layer(*inputs),)
+        return inputs[0]
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return any(True for _ in layer.parameters())
+
+
+def recomputed_call(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a layer, keep its inputs only, and run it again in the backward.
+
+    The second run has the weights, the autocast state and the random numbers of the first. All
+    inputs are positional arguments of `checkpoint`, which saves these as autograd saves tensors.
+    """
+    names = tuple(kwargs or {})
+
+    def run(*values: Any) -> Any:
+        num_args = len(values) - len(names)
+        return call(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+    return checkpoint(run, *args, *(kwargs or {}).values(), use_reentrant=False)
 
 
 def _require_tensor(index: int, value: Any) -> Tensor:
@@ -109,7 +164,7 @@ class StageForward:
     substituted: bool = False  # the first own layer was called with another tensor than `hidden`
     verified: bool = False
     after_layer: Callable[[int], None] = lambda index: None  # called for layers of earlier stages
-    has_labels: bool = False  # the model computes its loss
+    returns_all: bool = False  # the model's whole output, as with the loss that it computes
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.num_called = 0
@@ -122,7 +177,7 @@ class StageForward:
         ):
             missing = self.own_layers.start if self.is_last else self.own_layers.stop
             raise _call_order_error(f"the forward ended without a call of layer {missing}")
-        return output if self.has_labels else first_tensor(output)
+        return output if self.returns_all else first_tensor(output)
 
     def record_call(self, index: int | str) -> None:
         if index != self.num_called:
@@ -225,6 +280,13 @@ class _EntryLayer(_StageRole):
         return super().__call__(*args, **kwargs)
 
 
+class _RecomputedLayer(nn.Module):
+    """A layer that keeps only its inputs from forward to backward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return recomputed_call(super().__call__, args, kwargs)
+
+
 def _checkpointing_error(problem: str) -> PlanError:
     return PlanError(
         f"the model checkpoints its layers, and the first layer of this stage {problem}",
@@ -285,10 +347,10 @@ def call_after_earlier_layers(module: nn.Module, function: Callable[[int], None]
         module._stage_forward.after_layer = function
 
 
-def let_compute_loss(module: nn.Module) -> None:
-    """Let the last stage return the model's whole output, with the loss from its labels."""
+def return_whole_output(module: nn.Module) -> None:
+    """Let the last stage return the model's whole output, such as the loss from its labels."""
     if isinstance(module, _StageModel):
-        module._stage_forward.has_labels = True
+        module._stage_forward.returns_all = True
 
 
 def keywords_for_all(
@@ -438,6 +500,7 @@ class StageSpec:
     own_layers: range  # the layers of this stage
     absent: Collection[str]  # modules and parameters that other stages hold
     inner: Collection[str]  # modules that contain a listed one
+    recompute: bool = False  # run the layers of this stage again in the backward
 
 
 def extract_stage(model: nn.Module, spec: StageSpec, *, is_last: bool) -> nn.Module:
@@ -460,7 +523,7 @@ def _strip_module(
             copied._non_persistent_buffers_set.add(name)
     for name, child in _children(module):
         if path + name == spec.layers:
-            copied._modules[name] = _extract_layers(child, stage_forward)
+            copied._modules[name] = _extract_layers(child, stage_forward, spec.recompute)
         elif path + name in spec.absent:
             copied._modules[name] = _placeholder(child, path + name, stage_forward)
         elif path + name in spec.inner:
@@ -481,18 +544,25 @@ def _placeholder(module: nn.Module, name: str, stage_forward: StageForward) -> n
     return _assign_role(copied, _PlaceholderModule, stage_forward, name)
 
 
-def _extract_layers(layers: nn.Module, stage_forward: StageForward) -> nn.Module:
+def _extract_layers(layers: nn.Module, stage_forward: StageForward, recompute: bool) -> nn.Module:
     copied, own = _shallow_copy(layers), stage_forward.own_layers
     for index, (name, layer) in enumerate(_children(layers)):
-        role: type[_StageRole] = _EntryLayer
         if index not in own:
-            layer, role = _without_weights(layer), _EarlierLayer if index < own.start else ExitLayer
-        elif index == own.start > 0:
-            layer = _shallow_copy(layer)
-        else:
-            continue
-        copied._modules[name] = _assign_role(layer, role, stage_forward, index)
+            role = _EarlierLayer if index < own.start else ExitLayer
+            layer = _assign_role(_without_weights(layer), role, stage_forward, index)
+        elif recompute:
+            layer = _recomputed_view(layer)
+        if index == own.start > 0:
+            layer = _assign_role(_shallow_copy(layer), _EntryLayer, stage_forward, index)
+        copied._modules[name] = layer
     return copied
+
+
+def _recomputed_view(layer: nn.Module) -> nn.Module:
+    """Return a second object with the state of a layer: the user's layer does not recompute."""
+    view = object.__new__(_class_with_role(type(layer), _RecomputedLayer))
+    object.__setattr__(view, "__dict__", vars(layer))
+    return view
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -526,8 +596,11 @@ def _assign_role(
     copied: nn.Module, role: type[_StageRole], stage_forward: StageForward, position: int | str
 ) -> nn.Module:
     copied._stage_forward, copied._position = stage_forward, position  # type: ignore[assignment]  # Module guesses
-    kind = type(copied)
+    copied.__class__ = _class_with_role(type(copied), role)
+    return copied
+
+
+def _class_with_role(kind: type[nn.Module], role: type[nn.Module]) -> type[nn.Module]:
     # Some models look up their class by name.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    copied.__class__ = type(kind.__name__, (role, kind), named)
-    return copied
+    return type(kind.__name__, (role, kind), named)

@@ -14,7 +14,11 @@ arrive in the order in which they were sent. There are three process groups, so 
 another: activations, gradients, and control, which also serves the exchanges between steps. Before
 a step every stage receives the header of the batch from the previous stage.
 
-Gloo aborts on CUDA tensors: these are staged through pinned host memory, on a separate stream.
+Gloo aborts on CUDA tensors: these are staged through pinned host memory, on a separate stream. Two
+stages with an NCCL link pass tensors over NCCL instead, and only the header of a message over gloo.
+The receive is posted to the GPU when the header has arrived: then the sender has posted its send.
+So no kernel waits for a stage that is far behind, all stages post in the same order, and the lost
+connection of gloo tells that a peer is lost, which ends the kernels that wait for it.
 """
 
 import os
@@ -25,7 +29,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from math import prod
@@ -41,11 +45,23 @@ from polyrhythm.errors import (
     PeerError,
     PlanError,
     ScheduleError,
+    is_out_of_memory,
     peer_errors,
     short_cause,
 )
-from polyrhythm.run.comm.process_groups import abort, all_gather, new_gloo_group, receive
+from polyrhythm.run.comm.process_groups import (
+    abort,
+    all_gather,
+    connect_pairs,
+    new_gloo_group,
+    new_nccl_group,
+    receive,
+    run_bounded,
+    set_timeout,
+    step_timeout,
+)
 from polyrhythm.run.pipeline.batch import END_OF_DATA, BatchHeader, MicrobatchKind
+from polyrhythm.run.pipeline.loss import Count
 from polyrhythm.run.pipeline.partition import Wiring
 from polyrhythm.types import Action, Bytes, Op, Seconds, Worker
 
@@ -168,6 +184,14 @@ def read_number(buffer: Tensor) -> float:
     return buffer[8:16].view(torch.float64).item()
 
 
+_ON_DEVICE = 16  # the byte of a header that tells that the number follows as a tensor, over NCCL
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """View a dense tensor as bytes: NCCL does not know every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _padded_size(spec: _Spec) -> Bytes:
     size = prod(spec.shape) * getattr(torch, spec.dtype).itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -182,6 +206,12 @@ class Route:
     peer: str
     device: torch.device
     timeout: Seconds
+    nccl: dist.ProcessGroup | None = None  # passes the tensors, with the same ranks
+
+    def abort(self) -> None:
+        """End kernels that wait for the peer, which is lost."""
+        if self.nccl is not None:
+            abort(self.nccl)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +224,7 @@ class Transfer:
     sent: Seconds
     posted: Seconds
     arrived: Seconds
-    number: float = 0.0  # that the sender has given to the message
+    number: Count = 0.0  # that the sender has given to the message
 
 
 @dataclass(slots=True)
@@ -221,6 +251,12 @@ class _Box(Generic[_M]):
 
     def _wait_for_messages(self) -> None:
         raise NotImplementedError
+
+    def finish_on_device(self) -> None:
+        """Wait until the GPU has passed all messages; raises PeerError."""
+        if self._stream is not None:
+            action = f"passing the last messages with {self.route.peer}"
+            run_bounded(self._stream.synchronize, timeout=self.route.timeout, action=action)
 
     def close(self) -> None:
         """End the thread and free unused messages; none may be pending, except after a failure."""
@@ -293,9 +329,11 @@ class Inbox(_Box[_Posted]):
             self._num_open -= 1
             self._post()
         if copy_event is not None:
-            torch.cuda.current_stream(self.route.device).wait_event(copy_event)
-            for tensor in tensors:
-                tensor.record_stream(torch.cuda.current_stream(self.route.device))
+            stream = torch.cuda.current_stream(self.route.device)
+            stream.wait_event(copy_event)
+            for tensor in (*tensors, transfer.number):
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(stream)
         return tensors, transfer
 
     def close(self) -> None:
@@ -319,8 +357,8 @@ class Inbox(_Box[_Posted]):
                 self._expected.popleft()
                 self._num_posted += 1
                 self._num_open += 1
-                nbytes = layout.nbytes
-            buffer = _buffer(nbytes, self.route.device)
+                nbytes = layout.nbytes if self.route.nccl is None else TIMESTAMP_BYTES
+            buffer = _buffer(nbytes, self.route)
             try:
                 work = self.route.group.recv([buffer], self.route.rank, tag)
             except RuntimeError as error:
@@ -361,22 +399,48 @@ class Inbox(_Box[_Posted]):
             arrived=arrived,
             number=read_number(posted.buffer),
         )
-        tensors, copy_event = posted.layout.views(posted.buffer), None
-        if self._stream is not None:
+        copy_event: torch.cuda.Event | None = None
+        if self._stream is None:
+            tensors = posted.layout.views(posted.buffer)
+        else:
             with torch.cuda.stream(self._stream):
-                buffer = posted.buffer.to(self.route.device, non_blocking=True)
+                if self.route.nccl is None:
+                    buffer = posted.buffer.to(self.route.device, non_blocking=True)
+                    tensors = posted.layout.views(buffer)
+                else:
+                    tensors, transfer = self._receive_nccl(posted, posted.layout, transfer)
                 copy_event = self._stream.record_event()
-            tensors = posted.layout.views(buffer)
         for tensor, spec in zip(tensors, posted.layout.specs, strict=True):
             tensor.requires_grad_(spec.needs_grad)
         with self._changed:
             self._arrived.append((transfer, tensors, copy_event))
             self._changed.notify_all()
 
+    def _receive_nccl(
+        self, posted: _Posted, layout: MessageLayout, transfer: Transfer
+    ) -> tuple[list[Tensor], Transfer]:
+        """Let the current stream receive the tensors of a message whose header has arrived."""
+        assert self.route.nccl is not None, "tensors arrive over NCCL"
+        device = self.route.device
+        tensors = [
+            torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            for spec in layout.specs
+        ]
+        received = list(tensors)
+        if posted.buffer[_ON_DEVICE]:
+            number = torch.empty((), dtype=torch.float64, device=device)
+            received.append(number)
+            transfer = replace(transfer, number=number)
+        for tensor in received:
+            if tensor.numel():
+                self.route.nccl.recv([_as_bytes(tensor)], self.route.rank, 0).wait()
+        return tensors, transfer
+
     def _fail(self, error: RuntimeError) -> None:
         # As text: a stored exception would keep the group's sockets open.
         self._failure = short_cause(error)
         self._changed.notify_all()
+        self.route.abort()
 
 
 class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
@@ -410,7 +474,10 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
             self._announced[kind] = layout
             payload = layout.announcement()
             self._track_send(f"layout of {action}", payload, self._start_send(payload, tag + 1))
-        buffer = _buffer(layout.nbytes, self.route.device)
+        if self.route.nccl is not None:
+            self._send_nccl(action, tensors, number, tag)
+            return
+        buffer = _buffer(layout.nbytes, self.route)
         if self._stream is None:
             layout.pack(tensors, buffer)
             write_number(buffer, number)
@@ -427,17 +494,42 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
                 tensor.record_stream(self._stream)
         self._track_send(str(action), buffer, partial(self._start_send_after, packed, buffer, tag))
 
-    def drain(self) -> None:
-        """Wait until all messages are sent; raises PeerError if none is sent for the timeout."""
-        start = time.perf_counter()
+    def _send_nccl(
+        self, action: Action, tensors: Sequence[Tensor], number: float | Tensor, tag: int
+    ) -> None:
+        assert self.route.nccl is not None, "tensors leave over NCCL"
+        assert self._stream is not None, "they are on a GPU"
+        header = _buffer(TIMESTAMP_BYTES, self.route)
+        header[_ON_DEVICE] = isinstance(number, Tensor)
+        self._stream.wait_stream(torch.cuda.current_stream(self.route.device))
+        with torch.cuda.stream(self._stream):
+            sent = list(tensors)
+            if isinstance(number, Tensor):
+                sent.append(number.to(torch.float64))
+                number = 0.0
+            for tensor in sent:
+                if tensor.numel():
+                    self.route.nccl.send([_as_bytes(tensor)], self.route.rank, 0).wait()
+        for tensor in sent:
+            tensor.record_stream(self._stream)
+        write_number(header, number)
+        write_timestamp(header, time.perf_counter())
+        self._track_send(str(action), header, self._start_send(header, tag))
+
+    def drain(self, timeout: Seconds | None = None) -> None:
+        """Wait until all messages are sent; raises PeerError if none is sent for the timeout.
+
+        `timeout` replaces that of the route.
+        """
+        start, timeout = time.perf_counter(), timeout or self.route.timeout
         with self._changed:
             while self._in_flight and self._failure is None and self._local_error is None:
                 waited = time.perf_counter() - max(start, self._last_sent_at)
-                if waited >= self.route.timeout:
-                    cause = f"it received nothing for {self.route.timeout:g} s"
+                if waited >= timeout:
+                    cause = f"it received nothing for {timeout:g} s"
                     self._failure = (self._in_flight[0], cause)
                     break
-                self._changed.wait(self.route.timeout - waited)
+                self._changed.wait(timeout - waited)
             self._raise_failure(time.perf_counter() - start)
 
     def _start_send(self, buffer: Tensor, tag: int) -> Callable[[], object]:
@@ -466,9 +558,7 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
             try:
                 wait()
             except Exception as error:
-                if isinstance(error, RuntimeError) and not isinstance(
-                    error, torch.OutOfMemoryError
-                ):
+                if isinstance(error, RuntimeError) and not is_out_of_memory(error):
                     failure = short_cause(error)
                 else:
                     local_error = error
@@ -478,6 +568,7 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
                 self._last_sent_at = time.perf_counter()
                 if failure is not None:
                     self._failure = (what, failure)
+                    self.route.abort()
                 self._local_error = local_error
                 self._changed.notify_all()
             if failure is not None or local_error is not None:
@@ -495,8 +586,12 @@ def _raise_error(cause: str) -> None:
     raise RuntimeError(cause)
 
 
-def _buffer(nbytes: Bytes, device: torch.device) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def _buffer(nbytes: Bytes, route: Route) -> Tensor:
+    """Return memory for a message over gloo; pinned, if tensors are copied from or to a GPU."""
+    if route.device.type != "cuda" or route.nccl is not None:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    with torch.cuda.device(route.device):  # pinned memory belongs to the context of a GPU
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 _HEADER_BYTES: Bytes = 4096  # 200 micro-batches, each of another kind
@@ -520,18 +615,31 @@ class Connections:
         pipeline: int,
         timeout: Seconds,
         window: int | None = None,
+        site: str | None = None,
     ) -> None:
-        """Connect `ranks`, the stages' ranks in the job; `window` overrides `set_windows`."""
+        """Connect `ranks`, the stages' ranks in the job; `window` overrides `set_windows`.
+
+        Stages of the same `site` pass tensors over NCCL; None for gloo.
+        """
         self.stage, self.num_stages = stage, len(ranks)
-        self.pipeline, self.timeout = pipeline, timeout
+        self.pipeline, self.timeout, self._step_timeout = pipeline, timeout, timeout
         self._window = window
         self._groups = activations, gradients, self.control = [
             new_gloo_group(ranks, what, timeout=timeout)
             for what in ("activations", "gradients", "control")
         ]
+        nccl = self._connect_nccl(ranks, wiring, site, device)
 
         def route(group: dist.ProcessGroup, other: int, on: torch.device = device) -> Route:
-            return Route(group=group, rank=other, peer=self.name(other), device=on, timeout=timeout)
+            is_nccl = other in self._same_site and on == device
+            return Route(
+                group=group,
+                rank=other,
+                peer=self.name(other),
+                device=on,
+                timeout=timeout,
+                nccl=nccl.get(group) if is_nccl else None,
+            )
 
         sources, targets = wiring.sources, wiring.targets
         self.activations_in = {s: Inbox(route(activations, s), announced=True) for s in sources}
@@ -557,10 +665,45 @@ class Connections:
         self._boxes: list[Inbox | Outbox] = [*self._outboxes, *inboxes]
         # A thread that waits in gloo while the interpreter ends would abort the process, even if
         # this object was collected before.
-        self._finalizer = weakref.finalize(self, _abort, self._groups, self._boxes)
+        self._nccl_groups = list(nccl.values())
+        groups = (*self._groups, *self._nccl_groups)
+        self._finalizer = weakref.finalize(self, _abort, groups, self._boxes)
+
+    def _connect_nccl(
+        self, ranks: Sequence[int], wiring: Wiring, site: str | None, device: torch.device
+    ) -> dict[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the NCCL group beside each gloo group of tensors; all stages call it."""
+        payload = b"" if site is None else f"site {site}".encode()
+        sites = self.all_gather_bytes(payload, _HEADER_BYTES, "comparing sites")
+        self._same_site = {
+            other
+            for other in (*wiring.sources, *wiring.targets)
+            if payload and sites[other] == payload
+        }
+        if sum(map(bool, sites)) < 2:
+            return {}
+        found, pairs = dict[dist.ProcessGroup, dist.ProcessGroup](), self._same_site
+        for group, what in zip(self._groups, ("activations", "gradients"), strict=False):
+            purpose = f"{what} over NCCL"
+            made = new_nccl_group(ranks, purpose, timeout=self.timeout, is_used=bool(pairs))
+            if made is not None:
+                connect_pairs(made, pairs, device, timeout=self.timeout)
+                found[group] = made
+        return found
 
     def name(self, stage: int) -> str:
         return str(Worker(stage, self.pipeline))
+
+    def set_step_timeout(self, num_done: int) -> None:
+        """Bound the waits of a batch, after `num_done` like it, and for the header of the next."""
+        timeout = step_timeout(self.timeout, num_done)
+        if timeout != self._step_timeout:
+            self._step_timeout = timeout
+            set_timeout(self.control, timeout)
+
+    def receive(self, inbox: Inbox, action: Action) -> tuple[list[Tensor], Transfer]:
+        """Return the tensors that `action` needs; raises PeerError."""
+        return inbox.get(action, timeout=self._step_timeout)
 
     def relay_header(self, header: BatchHeader | None) -> BatchHeader:
         """Send the header to the next stage; all but the first receive it from the previous one.
@@ -570,7 +713,7 @@ class Connections:
         if self._header_thread is not None:
             return self._header_thread.next()
         if self._header_inbox is not None:
-            header = self._received(self.timeout)
+            header = self._received(self._step_timeout)
         assert header is not None, "the first stage makes the header"
         self._send_header(header)
         return header
@@ -637,7 +780,7 @@ class Connections:
         """Wait until all messages have been sent."""
         self._wait_for_data()
         for outbox in self._outboxes:
-            outbox.drain()
+            outbox.drain(self._step_timeout)
 
     def close(self) -> None:
         """End the threads; no message may be in flight, except headers."""
@@ -648,14 +791,19 @@ class Connections:
         if self._header_thread is not None:
             self._header_thread.join(self.timeout)
         self.drain()
+        for box in self._boxes if self._nccl_groups else ():
+            box.finish_on_device()
         self._finalizer.detach()
         for box in self._boxes:
             box.close()
+        for group in self._nccl_groups:
+            abort(group)
 
     def abort(self) -> None:
         """Close all connections without waiting: after a failure, when a peer may be lost."""
         if self._finalizer.detach() is not None:
-            _abort(self._groups, self._boxes, self._header_thread)
+            groups = (*self._groups, *self._nccl_groups)
+            _abort(groups, self._boxes, self._header_thread)
 
     def check_consistent(self, text: str) -> None:
         """Raise ScheduleError unless `text` is the same on all stages."""
@@ -738,7 +886,7 @@ class _HeaderThread(threading.Thread):
             self._received.put(header)
 
     def next(self) -> BatchHeader:
-        timeout = self._connections.timeout
+        timeout = self._connections._step_timeout
         try:
             received = self._received.get(timeout=timeout)
         except queue.Empty:

@@ -20,7 +20,7 @@ from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition
 from polyrhythm.run.pipeline.stage_modules import (
     first_tensor,
     later_stage_keywords,
-    let_compute_loss,
+    return_whole_output,
     without_cache,
 )
 
@@ -107,7 +107,7 @@ def _of_stages(
 ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
     """Run the stages; their gradients are summed where several hold a parameter."""
     if labels:
-        let_compute_loss(parts[-1].module)
+        return_whole_output(parts[-1].module)
     inputs: list[list[Tensor]] = []
     outputs: list[Tensor] = []
     given, keywords = tuple(args), dict(kwargs)
