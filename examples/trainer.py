@@ -1,6 +1,7 @@
 """Train a next-byte model on Python source code, on any number of processes and machines."""
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 import polyrhythm as pr
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
+rank = int(os.environ.get("LOCAL_RANK", 0))
+device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 text = torch.tensor(list(Path(argparse.__file__).read_bytes()), device=device)
 windows = text.unfold(0, 17, 1)  # 16 bytes and the next one
 data = TensorDataset(windows[:-2000, :-1], windows[:-2000, -1])

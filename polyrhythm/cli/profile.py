@@ -43,6 +43,8 @@ class Profile:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Convert the model to this dtype; by default it stays as the factory made it. For a built-in
     model: its dtype, by default float32."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """Compute in this dtype under torch.autocast; weights and gradients keep theirs."""
     flops: float | None = None
     """For a built-in model: operations per second of the device, such as 6e13. A Hugging Face model
     is then counted, not measured, and needs no memory."""
@@ -102,6 +104,7 @@ class Profile:
                 repeat=self.repeat,
                 device=self.device,
                 dtype=self.dtype,
+                autocast=self.autocast,
                 measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 on_progress=lambda text: status.update(f"measuring {text}"),
                 warn=notes.append,
@@ -117,11 +120,16 @@ class Profile:
             raise DescriptionError(
                 f"--repeat {self.repeat}", expected="1 to 1000", fix=f"omit --repeat for {_REPEAT}"
             )
-        if not self._is_measured and (self.repeat != _REPEAT or self.device != "auto"):
-            option = f"--repeat {self.repeat}" if self.repeat != _REPEAT else "--device"
+        options = {
+            f"--repeat {self.repeat}": self.repeat != _REPEAT,
+            "--device": self.device != "auto",
+            "--autocast": self.autocast is not None,
+        }
+        if not self._is_measured and any(options.values()):
+            option = next(name for name, is_given in options.items() if is_given)
             raise DescriptionError(
                 f"{option} for {self.model}, which is computed, not measured",
-                expected="--repeat and --device only for a model that is measured",
+                expected="--repeat, --device and --autocast only for a model that is measured",
                 fix=f"leave {option.split()[0]} out, or pass file.py:factory",
             )
         sizes = self.sizes or (1,)

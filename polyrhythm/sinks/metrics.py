@@ -68,6 +68,7 @@ class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int | None  # elements of integer inputs of two dimensions; None without such inputs
     learning_rate: float  # of the first parameter group
     grad_norm: float  # before clipping, over all stages; nan or inf if it is not finite
+    loss_scale: float | None = None  # of float16: a step whose grad_norm is not finite was skipped
     seconds: Seconds  # of the slowest pipeline
     peak_memory: Bytes  # the most of any worker
     pipelines: tuple[PipelineStep, ...]
@@ -85,8 +86,12 @@ class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss, if there is one, and the gradients are finite."""
-        return math.isfinite(self.loss or 0.0) and math.isfinite(self.grad_norm)
+        """Whether the loss, if there is one, and the gradients are finite.
+
+        With a loss scale the loss alone: gradients that are not finite lower the scale.
+        """
+        is_scaled = self.loss_scale is not None
+        return math.isfinite(self.loss or 0.0) and (is_scaled or math.isfinite(self.grad_norm))
 
     def values(self) -> dict[str, float]:
         """Return what loggers get."""
@@ -94,6 +99,7 @@ class StepInfo(msgspec.Struct, frozen=True, kw_only=True):
             "loss": self.loss,
             "learning_rate": self.learning_rate,
             "grad_norm": self.grad_norm,
+            "loss_scale": self.loss_scale,
             "num_samples": self.num_samples,
             "num_labels": self.num_labels,
             "seconds": self.seconds,

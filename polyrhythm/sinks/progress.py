@@ -54,10 +54,12 @@ class FitProgress:
         console: Console | None = None,
         *,
         epochs_at: Callable[[int], float] | None = None,
+        note: str = "",
     ) -> None:
         """`num_steps` counts from the start of training, as `first_step` does.
 
-        `epochs_at(step)`: the epochs done after that many steps, if they are known.
+        `epochs_at(step)`: the epochs done after that many steps, if they are known. `note` is shown
+        once, before.
         """
         self._epochs_at = epochs_at
         self.eval_loss: float | None = None  # of the last evaluation
@@ -68,6 +70,8 @@ class FitProgress:
         self._num_samples, self._num_tokens, self._seconds = 0, 0, 0.0
         start = _Done(self._start, first_step, 0, 0, 0.0)
         self._drawn: deque[_Done] = deque([start], maxlen=WINDOW)
+        if note:
+            console.print(Text(note))
         self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
         self._live: Live | None = None
         self._interval = _LINE_INTERVAL

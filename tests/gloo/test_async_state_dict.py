@@ -83,7 +83,7 @@ def test_async_state_dict_raises_on_lost_worker(tmp_path: Path) -> None:
         delay_gather(may_gather)
         future = optimizer.async_state_dict()
         if ctx.rank == 1:
-            abort(optimizer._background.replicas.group)
+            abort(optimizer._current.background.replicas.group)
         may_gather.set()
         with pytest.raises(PeerError) as lost:
             future.result()

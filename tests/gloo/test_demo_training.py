@@ -14,6 +14,7 @@ from polyrhythm.errors import LaunchError, WorkerError
 from polyrhythm.events import read_run
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.comm.process_groups import NUM_FIRST_STEPS
 from polyrhythm.run.data.reader import make_order
 from polyrhythm.run.demo import train as training
 from polyrhythm.run.demo.job import DemoConfig, DemoJob
@@ -95,10 +96,12 @@ def block_rank_1(ctx: DistContext) -> None:
         module = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         sync = GroupSync(module, optimizer, "all_reduce", timeout=2)
-        if ctx.rank == 1:
-            time.sleep(1000)
-        module(torch.ones(2)).sum().backward()
-        optimizer.step()
+        for step in range(NUM_FIRST_STEPS + 1):  # in the first ones it may compile
+            if ctx.rank == 1 and step == NUM_FIRST_STEPS:
+                time.sleep(1000)
+            module(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         sync.close()
 
 

@@ -66,6 +66,7 @@ def test_probe_of_local_processes_writes_a_loadable_cluster(tmp_path: Path) -> N
     assert "here: 3 devices, 3 regions" in done.stdout
     assert "bandwidth, Mbit/s" in done.stdout
     assert "spread of bandwidth, %" in done.stdout
+    assert "NCCL" not in done.stdout
     assert f"measured at {cluster.measured_at}" in done.stdout
     assert done.stdout.endswith("written to here.toml\n")
     assert [path.name for path in tmp_path.iterdir()] == ["here.toml"]
@@ -175,11 +176,58 @@ def test_shared_memory_is_divided_among_processes() -> None:
     flops = Sample(1.0, 0.0)
     members = [
         probing._ProcessInfo(
-            name="", machine=owner[0], text="", memory=memory, memory_of=owner, flops=flops
+            name="",
+            machine=owner[0],
+            text="",
+            memory=memory,
+            memory_of=owner,
+            is_gpu="GPU" in owner,
+            flops=flops,
         )
         for owner, memory in [("a", 90), ("a", 90), ("a GPU-1", 24), ("a GPU-1", 24), ("b", 50)]
     ]
     assert probing._memory_shares(members) == [45, 45, 12, 12, 50]
+
+
+def test_gpus_of_one_machine_with_one_process_each_are_measured_over_nccl() -> None:
+    owners = ["a GPU-1", "b GPU-3", "a GPU-2", "a", "a GPU-4", "a GPU-4", "b GPU-5"]
+    members = [
+        probing._ProcessInfo(
+            name="",
+            machine=owner[0],
+            text="",
+            memory=1,
+            memory_of=owner,
+            is_gpu="GPU" in owner,
+            flops=Sample(1.0, 0.0),
+        )
+        for owner in owners
+    ]
+    assert probing.nccl_pairs(members) == {frozenset({0, 2}), frozenset({1, 6})}
+
+
+def test_nccl_figures_are_written_with_those_of_gloo(tmp_path: Path) -> None:
+    """On a CPU: what is measured over NCCL is replaced by numbers."""
+
+    def measured(channel: PeerChannel, source: int, target: int, *_: object) -> Sample | None:
+        if {source, target} == {0, 2}:  # NCCL does not connect them
+            return None
+        return Sample(1e-5 if channel.rank == source else 2.5e9 * (1 + source), 0.0)
+
+    def replace_nccl() -> None:
+        every_two = {frozenset(pair) for pair in permutations(range(3), 2)}
+        probing.nccl_pairs = lambda members: every_two
+        probing.measure_nccl = measured
+
+    done = run_forked(
+        "probe", "--local", "3", "-o", "here.toml", *QUICK, cwd=tmp_path, before=replace_nccl
+    )
+    assert done.returncode == 0, done.stderr
+    cluster = Cluster.load(tmp_path / "here.toml")
+    check(cluster, 3)
+    assert cluster.nccl_latency == ((0, 1e-5, 0), (1e-5, 0, 1e-5), (0, 1e-5, 0))
+    assert cluster.nccl_bandwidth == ((0, 2.5e9, 0), (5e9, 0, 5e9), (0, 7.5e9, 0))
+    assert "bandwidth over NCCL, Mbit/s" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,10 @@ def ungraded():
 def fixed():
     return [Fixed()], torch.ones(4, 2)
 
+def with_loss():
+    layers = [nn.Linear(64, 128), nn.Linear(128, 10)]
+    return layers, torch.randn(8, 64), lambda output: output.float().square().mean()
+
 number = 7
 """
 
@@ -162,6 +166,29 @@ def test_sizes_may_exceed_the_example(folder: Path) -> None:
     profile = ModelProfile.load(folder / "profile.json")
     assert (profile.microbatch_size, profile.microbatch_sizes) == (3, (3, 16))
     assert profile.at(16).layers[0].activation_bytes == 16 * 512
+
+
+def test_weights_that_autocast_copies_are_not_stored_per_microbatch(folder: Path) -> None:
+    options = ["--sizes", "8", "16", "--repeat", "1", "--autocast", "bfloat16"]
+    done = run_forked("profile", "toy:build", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    profile = ModelProfile.load(folder / "profile.json")
+    assert profile.flops_dtype == "bfloat16"
+    # In two bytes; no backward needs a bias.
+    copies = [2 * 64 * 128, None, None, 2 * 128 * 10]
+    assert [layer.cast_bytes for layer in profile.layers] == copies
+    small, large = (profile.at(size).layers for size in (8, 16))
+    for one, other in zip(small, large, strict=True):
+        assert other.stored_bytes == 2 * one.stored_bytes
+        assert one.temporary_bytes is None  # only a GPU counts it
+
+
+def test_loss_belongs_to_the_last_layer(folder: Path) -> None:
+    done = run_forked("profile", "toy:with_loss", "--sizes", "8", "--repeat", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    *_, last = ModelProfile.load(folder / "profile.json").layers
+    assert last.activation_bytes == 4  # the loss
+    assert last.stored_bytes == 4 * 8 * (128 + 10)  # its square needs the output
 
 
 def test_builtin_model_is_profiled_by_formulas(folder: Path) -> None:

@@ -100,7 +100,7 @@ def test_autocast_trains_in_lower_precision(tmp_path: Path) -> None:
         (CheckpointConfig, {"keep_last": 0}, "keep_last=0", "keep_last"),
         (CheckpointConfig, {"grace_period": 0}, "grace_period=0", "grace_period"),
         (DataConfig, {"seed": 1.5}, "seed=1.5", "seed"),
-        (DeviceConfig, {"autocast": torch.float16}, "autocast=torch.float16", "bfloat16"),
+        (DeviceConfig, {"autocast": torch.float64}, "autocast=torch.float64", "bfloat16"),
         (SyncConfig, {"mode": "adaptve"}, "unknown sync mode: 'adaptve'", "adaptive"),
         (SyncConfig, {"overlap": True}, "overlap=True with sync='decoupled'", "adaptive"),
         (SyncConfig, {"options": {"max_age": 3}}, "options={'max_age': 3}", "adaptive"),

@@ -8,6 +8,7 @@ import time
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,12 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeOptions
 from polyrhythm.run.trainer import autoplan
-from polyrhythm.run.trainer.autoplan import layer_blocks, profile_layers, profile_sizes
+from polyrhythm.run.trainer.autoplan import (
+    AutoPlanner,
+    layer_blocks,
+    profile_layers,
+    profile_sizes,
+)
 from polyrhythm.run.trainer.config import DeviceConfig, TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import DEVICE, assign_ranks
 from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
@@ -255,6 +261,34 @@ def test_layer_list_is_profiled_with_prologue_and_epilogue() -> None:
     assert [layer.parameter_bytes for layer in layers] == [block + first, block, block + last]
     assert [layer.activation_bytes for layer in layers] == [2 * 8 * 4, 2 * 8 * 4, 2 * 4 * 4]
     assert stream.state_dict() == {"at": 0}, "training starts with the first sample"
+
+
+def test_measured_stage_recomputes_if_its_memory_limit_requires_it() -> None:
+    """Layers of 32 KiB weights, times 4; 64 samples store 128 KiB and more in each."""
+    whole = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(6))
+    )
+    here = Cluster(
+        name="one",
+        devices=(Device(name="a", region="a", memory=2**30),),
+        regions=("a",),
+        latency=((1e-4,),),
+        bandwidth=((1e9,),),
+    )
+    found = {}
+    for limit in (None, 6 * 4 * 36_000 + 400_000):
+        for choice in ("auto", "always"):
+            device = DeviceConfig("cpu", memory_limit=limit, recompute=choice)
+            chosen = config(batch_size=64, microbatch_size=64, device=device)
+            processes = SimpleNamespace(num_processes=1, ctx=None)
+            plan = AutoPlanner(chosen, whole, samples(), processes)._search_plan(here)
+            found[limit is None, choice] = plan.recompute
+    assert found == {
+        (True, "auto"): (),
+        (True, "always"): (True,),
+        (False, "auto"): (True,),
+        (False, "always"): (True,),
+    }
 
 
 def test_layers_without_parameters_stay_with_a_neighbour_layer() -> None:

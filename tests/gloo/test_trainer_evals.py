@@ -108,7 +108,8 @@ def test_in_groups_all_replicas_average_before_an_evaluation(tmp_path: Path, syn
     first, second = fit_and_evaluate(tmp_path, 1, 2, sync)
     assert first[1:] == second[1:]  # also of the last one, after the phase
     assert [step for step, _ in first[1]] == [3, 6, 7]
-    assert first[2] == pytest.approx(first[1][-1][1], rel=1e-6)
+    # Sums may have another order; the mean of outputs is close to 0, with outputs of about 1.
+    assert first[2] == pytest.approx(first[1][-1][1], rel=1e-6, abs=1e-7)
 
 
 class DrawingDataset(Dataset[Any]):

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
-from polyrhythm.errors import LaunchError, TrainingError
+from polyrhythm.errors import LaunchError, PeerError, TrainingError
 from polyrhythm.events import read_run
 from polyrhythm.run.checkpoint.folder import list_steps
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.loss import squared_norm
 from polyrhythm.run.trainer.config import CheckpointConfig
-from polyrhythm.run.trainer.metrics import STOP, Callback
+from polyrhythm.run.trainer.metrics import STOP, Callback, HostCopy
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.sinks.metrics import StepInfo
 from tests.gloo.trainer_jobs import BATCH, plan_of, run_job, trainer
@@ -344,3 +344,39 @@ def test_in_groups_a_loss_that_is_not_finite_in_the_last_steps_stops_all(tmp_pat
     first, second = run_job(2, work, tmp_path)
     assert "the loss of pipeline 1 is nan" in first
     assert first == second
+
+
+class FakeEvent:
+    """Like a CUDA event that a GPU runs after `num_queries` queries, or never."""
+
+    def __init__(self, num_queries: float) -> None:
+        self.num_left, self.num_synchronized = num_queries, 0
+
+    def query(self) -> bool:
+        self.num_left -= 1
+        return self.num_left < 0
+
+    def synchronize(self) -> None:
+        self.num_synchronized += 1
+
+
+def copy_after(event: FakeEvent) -> HostCopy:
+    copy = HostCopy([2.0])
+    copy._copied, copy._event = torch.tensor([1.0]), event
+    return copy
+
+
+def test_wait_for_a_gpu_is_one_call_if_it_is_done_or_without_nccl() -> None:
+    done, without_nccl = FakeEvent(0), FakeEvent(math.inf)
+    assert copy_after(done).read(5.0) == copy_after(without_nccl).read(None) == [2.0]
+    assert (done.num_left, done.num_synchronized) == (-1, 0)
+    assert without_nccl.num_synchronized == 1
+
+
+def test_wait_for_a_gpu_is_bounded_with_nccl() -> None:
+    late = FakeEvent(5)
+    assert copy_after(late).read(5.0) == [2.0]
+    assert late.num_synchronized == 0
+    with pytest.raises(PeerError, match="kernels of NCCL still wait for it") as caught:
+        copy_after(FakeEvent(math.inf)).read(0.05)
+    assert 0.05 <= caught.value.waited < 5.0

@@ -1,6 +1,7 @@
 """Phases of training in scripted sync modes: what must hold across a switch."""
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
 
 from polyrhythm.errors import LaunchError, PeerError
+from polyrhythm.run.averaging.strategies import GradientAveraging
 from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer import sync_tuner
+from polyrhythm.run.trainer.config import DeviceConfig
+from polyrhythm.sinks.metrics import StepInfo
 from polyrhythm.sync.autoswitch import SwitchDecision
 from tests.gloo.trainer_jobs import BATCH, plan_of, run_job, trainer
 
@@ -83,6 +88,39 @@ def test_replicas_are_equal_after_every_sync_mode_switch(
     assert rates.pop() == pytest.approx(1e-2 / (1 + NUM_STEPS / 5))
 
 
+def test_loss_scales_are_equal_after_a_switch_from_groups(tmp_path: Path) -> None:
+    """In groups the second pipeline overflows more often, and lowers its own scale."""
+    plan = plan_of(1, 2)
+
+    def work(ctx: DistContext | None) -> Any:
+        assert ctx is not None
+        sync_tuner.AutoSwitch = partial(ScriptedTuner, ("adaptive", "balanced"))
+        factor = 2.0 ** (12 * ctx.rank)
+        seen = list[tuple[int, int, float]]()
+
+        def callback(info: StepInfo) -> None:
+            assert info.loss_scale is not None
+            seen.append((info.step, len(info.pipelines), info.loss_scale))
+
+        with trainer(
+            plan,
+            sync="auto",
+            loss_fn=lambda output, target: factor * mse_loss(output, target),
+            device=DeviceConfig("cpu", autocast=torch.float16),
+        ) as made:
+            made.fit(max_steps=NUM_STEPS, callbacks=[callback])
+            assert made._progress.scaler is not None
+            return seen, made._progress.scaler.state_dict()
+
+    (first, state), (second, other) = run_job(plan.num_workers, work, tmp_path)
+    assert state == other
+    in_groups = [{scale for _, number, scale in seen if number == 1} for seen in (first, second)]
+    assert max(in_groups[1]) < max(in_groups[0]) or min(in_groups[1]) < min(in_groups[0])
+    in_lockstep = [[each for each in seen if each[1] == 2] for seen in (first, second)]
+    assert in_lockstep[0] == in_lockstep[1]
+    assert in_lockstep[0][-1][0] == NUM_STEPS - 1
+
+
 def one_process_trainer(folder: Path, schedule: Callable[[Any], LRScheduler], **more: Any) -> Any:
     return trainer(plan_of(1, 1), lr_schedule=schedule, run_dir=folder, **more)
 
@@ -148,14 +186,30 @@ def test_several_trainers_in_one_job(tmp_path: Path) -> None:
     assert run_job(2, work, tmp_path) == [[(0, 2), (0, 4), (2, 2)]] * 2
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("sync", ["all_reduce", "balanced"])
-def test_dead_pipeline_stops_training_in_gradient_modes(tmp_path: Path, sync: str) -> None:
+def test_dead_pipeline_stops_training_in_gradient_modes(
+    tmp_path: Path, sync: str, in_backward: bool
+) -> None:
     """The other pipeline must not continue as if the lost samples had been used."""
 
     def work(ctx: DistContext) -> None:
+        published, publish = [], GradientAveraging._publish
+
+        def record_publish(averaging: GradientAveraging) -> None:
+            published.append(averaging._is_streaming)
+            publish(averaging)
+
+        GradientAveraging._publish = record_publish
+
         def callback(end: Any) -> None:
+            assert published, "no gradient is averaged"
+            assert all(published), "gradients are averaged after backward"
             if ctx.rank == 1 and end.step >= 3:
-                raise SystemExit(0)
+                if not in_backward:
+                    raise SystemExit(0)
+                # Its gradient comes last: those of later layers are on their way.
+                next(made.model.parameters()).register_hook(lambda _: os._exit(0))
 
         made = trainer(plan_of(1, 2), sync=sync)
         try:
@@ -192,6 +246,9 @@ def test_switch_after_a_loss_waits_for_living_pipelines_only(
         made.fit(max_steps=NUM_STEPS, callbacks=[callback])
         made.fit(max_steps=NUM_STEPS + WINDOW, callbacks=[callback])  # in lockstep
         torch.save(seen, tmp_path / f"seen{ctx.rank}.pt")
+        (tmp_path / f"done{ctx.rank}").touch()
+        while len(list(tmp_path.glob("done*"))) < plan.num_workers - len(lost):
+            time.sleep(0.01)  # the others may need the job's store, or the last messages
         os._exit(0)  # leaving the job's process group would wait for the dead
 
     with LocalJob(work, plan.num_workers, output_folder=tmp_path / "logs") as job:

@@ -1,20 +1,25 @@
 """The Trainer with stages and replicas that share one GPU has the losses of one process."""
 
+import os
 import pickle
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.trainer.config import CheckpointConfig
+from polyrhythm.run.pipeline.partition import build_model
+from polyrhythm.run.trainer.config import CheckpointConfig, DataConfig, DeviceConfig
+from polyrhythm.run.trainer.sync_strategy import NoSync
 from polyrhythm.run.trainer.trainer import Trainer
+from tests.gloo.pipelines import run_single_process
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.device_count(), reason="this machine has no CUDA device"
@@ -29,12 +34,19 @@ def model() -> nn.Sequential:
     return nn.Sequential(*pairs, nn.Linear(WIDTH, 4))
 
 
-def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list[float]:
+def losses(
+    folder: Path, num_stages: int, num_pipelines: int, sync: str, backend: str = "auto"
+) -> list[float]:
     """Return the loss of each global batch; the test's own process does not touch the GPU."""
     plan = Plan(layers_per_stage=LAYERS[num_stages], pipelines=(PipelinePlan(),) * num_pipelines)
     inputs = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def work(ctx: DistContext) -> None:
+        os.environ |= {
+            "NCCL_HOSTID": f"host{ctx.rank}",  # NCCL refuses two workers of a host on one GPU
+            "NCCL_SOCKET_IFNAME": "lo",
+            "NCCL_IB_DISABLE": "1",
+        }
         with Trainer(
             model,
             mse_loss,
@@ -44,7 +56,8 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
             sync=sync,
             batch_size=32,
             microbatch_size=4,
-            device="cuda",
+            device=DeviceConfig("cuda", backend=backend),
+            clip_grad_norm=0.5,
             run_dir=folder / "run",
             checkpoint=CheckpointConfig(every=3),
         ) as trainer:
@@ -66,14 +79,153 @@ def losses(folder: Path, num_stages: int, num_pipelines: int, sync: str) -> list
     ]
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("num_stages", "num_pipelines", "sync"),
-    [(2, 1, "auto"), (1, 2, "decoupled"), (2, 2, "all_reduce"), (1, 2, "balanced")],
+    ("num_stages", "num_pipelines", "sync", "backend"),
+    [
+        (2, 1, "auto", "gloo"),
+        (1, 2, "decoupled", "gloo"),
+        (2, 2, "all_reduce", "gloo"),
+        (1, 2, "balanced", "gloo"),
+        (2, 1, "auto", "nccl"),
+        (1, 2, "decoupled", "nccl"),
+        (2, 2, "decoupled", "nccl"),
+        (2, 2, "all_reduce", "auto"),
+    ],
 )
 def test_stages_and_replicas_on_one_gpu_match_single_process(
-    tmp_path: Path, num_stages: int, num_pipelines: int, sync: str
+    tmp_path: Path, num_stages: int, num_pipelines: int, sync: str, backend: str
 ) -> None:
     expected = losses(tmp_path / "alone", 1, 1, "auto")
     assert len(expected) == NUM_STEPS
-    actual = losses(tmp_path / "found", num_stages, num_pipelines, sync)
+    actual = losses(tmp_path / "found", num_stages, num_pipelines, sync, backend)
     assert actual == pytest.approx(expected, rel=1e-5)
+
+
+def large_loss(output: Tensor, target: Tensor) -> Tensor:
+    """So large that the first steps overflow in float16."""
+    return 32 * mse_loss(output, target)
+
+
+def float16_data() -> TensorDataset:
+    """Gradients of the sixth batch overflow, too."""
+    inputs = torch.randn(32 * NUM_STEPS, WIDTH, generator=torch.Generator().manual_seed(0))
+    targets = inputs[:, :4].tanh()
+    targets[5 * 32 : 6 * 32] *= 1000
+    return TensorDataset(inputs, targets)
+
+
+def float16_loop(fused: bool) -> tuple[list[float], list[float]]:
+    """Return losses and scales of a plain loop with a GradScaler."""
+    module, (inputs, targets) = build_model(model, 0).cuda(), float16_data().tensors
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=fused)
+    scaler, found, scales = torch.amp.GradScaler("cuda"), [], []
+    for step in range(NUM_STEPS):
+        some = slice(32 * step, 32 * (step + 1))
+        scales.append(scaler.get_scale())
+        with torch.autocast("cuda", torch.float16):
+            loss = large_loss(module(inputs[some].cuda()), targets[some].cuda())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, scales
+
+
+def float16_run(
+    folder: Path, num_stages: int, num_pipelines: int, *, fused: bool, microbatch_size: int = 32
+) -> list[list[tuple[float, float]]]:
+    """Return, by rank, loss and scale of each step; if fused and alone, no update waits."""
+    plan = Plan(layers_per_stage=LAYERS[num_stages], pipelines=(PipelinePlan(),) * num_pipelines)
+    update, is_alone = NoSync.update, plan.num_workers == 1
+
+    def update_without_waiting(self: NoSync, acknowledge: Callable[[], None]) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        update(self, acknowledge)
+        torch.cuda.set_sync_debug_mode("default")
+
+    def work(ctx: DistContext) -> None:
+        if fused and is_alone:
+            NoSync.update = update_without_waiting  # type: ignore[method-assign]
+        with Trainer(
+            model,
+            large_loss,
+            partial(torch.optim.AdamW, lr=1e-3, fused=fused),
+            float16_data(),
+            plan=plan,
+            batch_size=32,
+            microbatch_size=microbatch_size,
+            device=DeviceConfig("cuda", autocast=torch.float16),
+            data=DataConfig(shuffle=False),
+        ) as trainer:
+            steps = trainer.fit(max_steps=NUM_STEPS, on_nan="stop").steps
+        found = [(step.loss, step.loss_scale) for step in steps]
+        (folder / f"{ctx.rank}.pkl").write_bytes(pickle.dumps(found))
+
+    folder.mkdir()
+    with LocalJob(work, plan.num_workers, output_folder=folder / "logs") as job:
+        assert job.wait(120), "not done in time"
+    return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("*.pkl"))]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_float16_on_one_gpu_equals_the_plain_loop(tmp_path: Path, fused: bool) -> None:
+    losses, scales = run_single_process(lambda: float16_loop(fused), tmp_path)
+    assert len(set(scales)) >= 3, "steps are skipped"
+    [found] = float16_run(tmp_path / "job", 1, 1, fused=fused)
+    assert [scale for _, scale in found] == scales
+    assert [loss for loss, _ in found] == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("num_stages", "num_pipelines"), [(2, 1), (1, 2), (2, 2)])
+def test_float16_skips_the_same_steps_on_stages_and_replicas(
+    tmp_path: Path, num_stages: int, num_pipelines: int
+) -> None:
+    """Sums have another order: half a unit in the last place of float16, for some activations."""
+    [alone] = float16_run(tmp_path / "alone", 1, 1, fused=True, microbatch_size=4)
+    shape = num_stages, num_pipelines
+    for found in float16_run(tmp_path / "job", *shape, fused=True, microbatch_size=4):
+        assert [scale for _, scale in found] == [scale for _, scale in alone]
+        losses = [loss for loss, _ in found]
+        assert losses == pytest.approx([loss for loss, _ in alone], rel=4 * 2**-11)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_fused_optimizers_skip_a_step_that_is_not_finite_without_waiting(
+    tmp_path: Path, clip: float | None
+) -> None:
+    """The host does not learn of it before the next step; the other steps change weights."""
+    data = float16_data()
+    data.tensors[1][2 * 32] = torch.inf  # of the third batch
+    update = NoSync.update
+
+    def work() -> list[float]:
+        totals = list[float]()
+
+        def update_without_waiting(self: NoSync, acknowledge: Callable[[], None]) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            update(self, acknowledge)
+            torch.cuda.set_sync_debug_mode("default")
+            parameters = self._pipeline.module.parameters()
+            totals.append(sum(p.double().abs().sum().item() for p in parameters))
+
+        NoSync.update = update_without_waiting  # type: ignore[method-assign]
+        with Trainer(
+            model,
+            large_loss,
+            partial(torch.optim.AdamW, lr=1e-3, fused=True),
+            data,
+            batch_size=32,
+            clip_grad_norm=clip,
+            device="cuda",
+            data=DataConfig(shuffle=False),
+        ) as trainer:
+            steps = trainer.fit(max_steps=4, on_nan="skip", progress=False).steps
+        assert [step.is_finite for step in steps] == [True, True, False, True]
+        return totals
+
+    first, second, third, fourth = run_single_process(work, tmp_path)
+    assert len({first, second, fourth}) == 3
+    assert third == second

@@ -48,7 +48,7 @@ from polyrhythm.run.checkpoint.save import (
     save_with_all_stages,
     skip,
 )
-from polyrhythm.run.checkpoint.state import StageModel, Staging, load, optimizer_state
+from polyrhythm.run.checkpoint.state import StagedCopies, StageModel, Staging, load, optimizer_state
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.pipeline.partition import TiedParameter
@@ -106,6 +106,7 @@ class Checkpointer:
         store_for_saves = make_store(backend.clone(), check=self._check_waits)
         self._context = SaveContext(self.folder, store_for_saves, self._members, keep_last, [])
         self._staging = Staging()
+        self._copies: StagedCopies | None = None  # for which no later work waits yet
         self._thread: threading.Thread | None = None
         self._outcome: SaveOutcome | None = None
         self._num_rounds = 0  # equal on all stages
@@ -122,8 +123,13 @@ class Checkpointer:
         extra: Mapping[str, Any] | None = None,
         run_info: Mapping[str, Any] | None = None,
         blocking: bool = False,
+        overlap: bool = False,
     ) -> bool:
         """Copy the state now, and write it in the background; False if the save is skipped.
+
+        A GPU makes the copies before its next work, and the host does not wait for it. With
+        `overlap` its next work may begin meanwhile: call `wait_for_copies` before trained weights
+        or the optimizer's state change.
 
         During an earlier save, this one is skipped with a warning, so that training does not wait
         for a slow disk; with `blocking`, such as for the last save of a run, it waits. `extra` and
@@ -149,15 +155,18 @@ class Checkpointer:
             return False
         model = StageModel.of(module, self._tied, stage=self.stage)
         tensors, table, state_fn = model.saved, None, None
+        kept = set(model.trained)
         if optimizer is not None and optimizer_state_fn is not None:
             state_fn = partial(optimizer_state, optimizer, module, model, optimizer_state_fn)
         elif optimizer is not None:
             state, table = optimizer_state(optimizer, module, model, optimizer.state_dict)
             tensors |= state
+            kept |= state.keys()
+        self._copies = self._staging.copy_to_host(tensors, kept if overlap else ())
         snapshot = StageSnapshot(
             name=name,
             step=step,
-            tensors=self._staging.copy_to_host(tensors),
+            copies=self._copies,
             model=model.table,
             trained=model.trained,
             optimizer=table,
@@ -171,6 +180,12 @@ class Checkpointer:
         )
         self._thread.start()
         return True
+
+    def wait_for_copies(self) -> None:
+        """Let the GPU wait for copies that `overlap` its work; the host does not wait."""
+        if self._copies is not None:
+            self._copies.wait_on_device()
+            self._copies = None
 
     def wait(self, timeout: Seconds | None = None) -> SaveOutcome | None:
         """Return the outcome of the last save; None if there was none, or after `timeout`."""

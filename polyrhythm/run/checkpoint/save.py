@@ -41,6 +41,7 @@ from polyrhythm.run.checkpoint.manifest import (
     merge_tables,
     to_text,
 )
+from polyrhythm.run.checkpoint.state import StagedCopies
 from polyrhythm.run.comm.store import JobStore, Members
 
 SAVED = "saved"  # the decision; any other text is the reason of the failure
@@ -81,7 +82,7 @@ class StageSnapshot:
 
     name: str  # of the round, the same on all stages
     step: int
-    tensors: Tensors  # by their names in the files
+    copies: StagedCopies  # of its tensors, by their names in the files
     model: ModelTable
     trained: frozenset[str]  # names of the tensors that training must keep finite
     optimizer: OptimizerTable | None
@@ -182,11 +183,12 @@ def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
 def _write(snapshot: StageSnapshot, context: SaveContext) -> _Report:
     path = partial_folder(context.folder, snapshot.step) / STAGE_FILE(context.stage)
     try:
-        tensors, optimizer = snapshot.tensors, snapshot.optimizer
+        copies, optimizer = snapshot.copies.wait(), snapshot.optimizer
+        tensors = copies
         if snapshot.optimizer_state_fn is not None:
             state, optimizer = snapshot.optimizer_state_fn()
             tensors = tensors | state
-        is_finite = all(_is_finite(snapshot.tensors.get(name)) for name in snapshot.trained)
+        is_finite = all(_is_finite(copies.get(name)) for name in snapshot.trained)
         return StagePart(write_tensors(path, tensors), snapshot.model, optimizer, is_finite)
     except Exception as error:
         return f"stage {context.stage}: {summarize_error(error)}"

@@ -6,7 +6,7 @@ several names has its first one; if several stages hold it, the first of them sa
 writes from copies in CPU memory.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,8 @@ def _state_dict(
         )
     options = {name: group.options for group in saved.groups for name in group.parameters}
     names, groups = _names_by_index(optimizer, module, model), []
-    for group in optimizer.state_dict()["param_groups"]:
+    own_groups = getattr(optimizer, "whole_param_groups", None)  # a state_dict may be gathered
+    for group in own_groups or optimizer.state_dict()["param_groups"]:
         members = [names[index] for index in group["params"]]
         for name in members:
             if name not in options:
@@ -221,26 +222,68 @@ class Staging:
     """Copies of a stage's tensors in CPU memory, which training does not change during the write.
 
     The memory is reused from save to save: allocating it takes longer than the copy. For a GPU it
-    is pinned, so that copies run at the speed of the bus.
+    is pinned, so that copies run at the speed of the bus, on a stream of their own.
     """
 
     def __init__(self) -> None:
         self._copies: Tensors = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy_to_host(self, tensors: Tensors) -> Tensors:
-        """Copy the tensors; the copies are complete on return and valid until the next call."""
+    def copy_to_host(self, tensors: Tensors, kept: Collection[str] = ()) -> "StagedCopies":
+        """Start to copy the tensors; the copies are valid until the next call.
+
+        Work that the current streams get later waits for the copies, except for those of `kept`:
+        the caller changes these only after `StagedCopies.wait_on_device`.
+        """
         earlier, self._copies = self._copies, {}
         for name, value in tensors.items():
             copy = earlier.get(name)
             if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
                 copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._copies[name] = copy.copy_(value, non_blocking=True)
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
-        return self._copies
+            self._copies[name] = copy
+        copied = self._start_copies({k: v for k, v in tensors.items() if k not in kept})
+        copied.wait_on_device()
+        last = self._start_copies({k: v for k, v in tensors.items() if k in kept})
+        return StagedCopies(self._copies, {**copied.events, **last.events})
+
+    def _start_copies(self, tensors: Tensors) -> "StagedCopies":
+        events = dict[torch.device, torch.cuda.Event]()
+        for device in {value.device for value in tensors.values()}:
+            some = {name: value for name, value in tensors.items() if value.device == device}
+            if device.type != "cuda":
+                for name, value in some.items():
+                    self._copies[name].copy_(value)
+                continue
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for name, value in some.items():
+                    self._copies[name].copy_(value, non_blocking=True)
+                    value.record_stream(stream)
+                events[device] = stream.record_event(torch.cuda.Event(blocking=True))
+        return StagedCopies(self._copies, events)
 
     def clear(self) -> None:
         self._copies = {}
+
+
+@dataclass(frozen=True, slots=True)
+class StagedCopies:
+    """Copies that GPUs may still make."""
+
+    tensors: Tensors
+    events: Mapping[torch.device, torch.cuda.Event]
+
+    def wait_on_device(self) -> None:
+        """Let later work of the current streams wait for the copies; the host does not wait."""
+        for device, event in self.events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def wait(self) -> Tensors:
+        """Wait for the copies and return them."""
+        for event in self.events.values():
+            event.synchronize()
+        return self.tensors
 
 
 def _names_by_index(optimizer: Optimizer, module: nn.Module, model: StageModel) -> list[str]:

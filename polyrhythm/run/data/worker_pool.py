@@ -287,8 +287,16 @@ def _closed() -> DataError:
 
 
 def pinned(batch: Any) -> Any:
-    """Copy tensors, and other objects with `pin_memory`, to page-locked memory."""
-    return pytree.tree_map(lambda x: x.pin_memory() if hasattr(x, "pin_memory") else x, batch)
+    """Copy tensors, and other objects with `pin_memory`, to page-locked memory.
+
+    Tensors on a GPU stay there: a small dataset may be.
+    """
+
+    def pin(leaf: Any) -> Any:
+        is_elsewhere = isinstance(leaf, Tensor) and not leaf.is_cpu
+        return leaf if is_elsewhere or not hasattr(leaf, "pin_memory") else leaf.pin_memory()
+
+    return pytree.tree_map(pin, batch)
 
 
 class WorkerTracebackError(Exception):

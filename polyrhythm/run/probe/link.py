@@ -11,6 +11,7 @@ name the process that was lost first. The store may be lost as well: calls to it
 with a timeout.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -28,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import PeerError, peer_errors
-from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.run.comm.process_groups import abort, connect_pairs, new_nccl_group, run_bounded
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ _LARGEST: Bytes = 32 << 20
 _STEADY_RATIO = 1.15  # above it, compared to earlier streams, TCP is still speeding up
 _MAX_GROWTH = 16
 _MIN_STREAMS = 3  # measured even after the timeout: TCP may stall in one, after a packet loss
+_NCCL_BYTES: Bytes = 64 << 20  # of a message: a millisecond even over NVLink
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -211,6 +214,70 @@ def as_target(channel: PeerChannel, source: int, effort: "ProbeEffort") -> Sampl
     """Measure the bandwidth in bytes per second from `source` to this process."""
     _echo(channel, source)
     return _receive_streams(channel, source, effort)
+
+
+def measure_nccl(
+    channel: PeerChannel, source: int, target: int, device: torch.device, effort: "ProbeEffort"
+) -> Sample | None:
+    """Measure a pair over NCCL, called by both: latency on the source, bandwidth on the target.
+
+    None, with a warning, if NCCL does not connect them.
+    """
+    pair, is_source = sorted((source, target)), channel.rank == source
+    peer, found = pair.index(target if is_source else source), list[float]()
+    action = f"NCCL between {channel.names[source]} and {channel.names[target]}"
+    group = new_nccl_group(pair, "a probe", timeout=effort.timeout)
+    assert group is not None, "it is used"
+
+    def measure() -> None:
+        torch.cuda.set_device(device)  # of this thread
+        latencies = _nccl_round_trips(group, peer, device, effort.repeat, is_source=is_source)
+        rates = _nccl_streams(group, peer, device, effort.repeat, is_source=is_source)
+        found.extend(latencies if is_source else rates)
+
+    try:
+        connect_pairs(group, [peer], device, timeout=effort.timeout)
+        run_bounded(measure, timeout=effort.timeout, action=action)
+    except PeerError as error:  # a process that is lost is noticed after this round
+        _logger.warning("%s is not measured: %s", action, error.cause)
+        return None
+    finally:
+        abort(group)
+    return Sample.of(found)
+
+
+def _nccl_round_trips(
+    group: dist.ProcessGroup, peer: int, device: torch.device, repeat: int, *, is_source: bool
+) -> list[Seconds]:
+    message, times = torch.zeros(8, dtype=torch.uint8, device=device), list[Seconds]()
+    for _ in range(1 + repeat):  # the first one waits for the other process
+        start = time.perf_counter()
+        for sends in (is_source, not is_source):
+            _pass_message(group, message, peer, sends=sends)
+        torch.cuda.current_stream(device).synchronize()
+        times.append((time.perf_counter() - start) / 2)
+    return times[1:]
+
+
+def _nccl_streams(
+    group: dist.ProcessGroup, peer: int, device: torch.device, repeat: int, *, is_source: bool
+) -> list[BytesPerSecond]:
+    piece, rates = torch.zeros(_NCCL_BYTES, dtype=torch.uint8, device=device), list[float]()
+    for _ in range(repeat):
+        events = list[torch.cuda.Event]()
+        for _ in range(_NUM_PIECES):
+            _pass_message(group, piece, peer, sends=is_source)
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record(torch.cuda.current_stream(device))
+        events[-1].synchronize()
+        seconds = events[0].elapsed_time(events[-1]) / 1e3
+        rates.append((_NUM_PIECES - 1) * _NCCL_BYTES / seconds)
+    return rates
+
+
+def _pass_message(group: dist.ProcessGroup, message: Tensor, peer: int, *, sends: bool) -> None:
+    """Send or receive in the order of the current stream."""
+    (group.send if sends else group.recv)([message], peer, 0).wait()
 
 
 def _ping(channel: PeerChannel, target: int, effort: "ProbeEffort") -> Sample:

@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +24,7 @@ from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.machine import usable_memory
-from polyrhythm.run.probe.link import PeerChannel, as_source, as_target
+from polyrhythm.run.probe.link import PeerChannel, as_source, as_target, measure_nccl
 from polyrhythm.types import Bytes, Seconds
 
 _JOIN_TIMEOUT: Seconds = 30.0
@@ -98,6 +99,7 @@ class ProbeOptions:
     device: str = "auto"
     dtype: str = "float32"
     all_at_once: bool = False  # allow concurrent pairs on the same machine
+    nccl: bool = True  # measure GPUs of one machine over NCCL, too, which plans do not read
     effort: ProbeEffort = field(default_factory=ProbeEffort)
 
 
@@ -109,6 +111,7 @@ class _ProcessInfo(msgspec.Struct, frozen=True):
     text: str
     memory: Bytes
     memory_of: str  # equal for processes that share this memory: of a machine, or of one GPU
+    is_gpu: bool
     flops: Sample
 
 
@@ -117,6 +120,8 @@ class _LinkSamples(msgspec.Struct):
 
     latency: dict[int, Sample] = {}  # of sends
     bandwidth: dict[int, Sample] = {}  # of receives
+    nccl_latency: dict[int, Sample] = {}
+    nccl_bandwidth: dict[int, Sample] = {}
 
 
 def probe(
@@ -137,11 +142,13 @@ def probe(
         on_progress("device speed")
         members = _all_gather_info(channel, _local_info(name, device, options), effort)
         channel.names = distinct_names([member.name for member in members])
-        found = _LinkSamples(latency={}, bandwidth={})
+        found, nccl = _LinkSamples(), nccl_pairs(members) if options.nccl else set()
         rounds = _rounds([member.machine for member in members], options.all_at_once)
         for number, pairs in enumerate(rounds, start=1):
             on_progress(f"links: round {number} of {len(rounds)}")
             _measure_round(channel, pairs, found, effort)
+            on_nccl = [pair for pair in pairs if frozenset(pair) in nccl]
+            _measure_nccl_round(channel, on_nccl, found, device, effort)
         every = _gather(channel, found, "collecting the figures", effort.round_timeout)
     return _cluster(channel.names, members, every, options) if ctx.rank == 0 else None
 
@@ -157,6 +164,7 @@ def _local_info(name: str, device: torch.device, options: ProbeOptions) -> _Proc
         memory=usable_memory() if gpu is None else gpu.total_memory,
         # Not the GPU's index, which differs in a process that sees only some of the GPUs.
         memory_of=machine if gpu is None else f"{machine} {gpu.uuid}",
+        is_gpu=gpu is not None,
         flops=device_flops(device, getattr(torch, options.dtype), repeat=options.effort.repeat),
     )
 
@@ -214,6 +222,38 @@ def _measure_round(
     channel.barrier("a round of pairs", timeout=effort.round_timeout)
 
 
+def nccl_pairs(members: Sequence[_ProcessInfo]) -> set[frozenset[int]]:
+    """Return the pairs of ranks of one machine that have a GPU each, and no other process on it."""
+    sharing = Counter(member.memory_of for member in members)
+    own = {
+        rank for rank, each in enumerate(members) if each.is_gpu and sharing[each.memory_of] == 1
+    }
+    return {
+        frozenset(pair)
+        for pair in combinations(sorted(own), 2)
+        if members[pair[0]].machine == members[pair[1]].machine
+    }
+
+
+def _measure_nccl_round(
+    channel: PeerChannel,
+    pairs: Sequence[tuple[int, int]],
+    found: _LinkSamples,
+    device: torch.device,
+    effort: ProbeEffort,
+) -> None:
+    """Measure this process's pair over NCCL; wait for all processes if there is any pair."""
+    for source, target in pairs:
+        if channel.rank in (source, target):
+            sample = measure_nccl(channel, source, target, device, effort)
+            if sample is not None and channel.rank == source:
+                found.nccl_latency[target] = sample
+            elif sample is not None:
+                found.nccl_bandwidth[source] = sample
+    if pairs:
+        channel.barrier("a round of pairs over NCCL", timeout=effort.round_timeout)
+
+
 def _memory_shares(members: Sequence[_ProcessInfo]) -> list[Bytes]:
     """Divide each memory equally among the processes that share it."""
     sharing = Counter(member.memory_of for member in members)
@@ -243,6 +283,9 @@ def _cluster(
     nothing = Sample(0.0, 0.0)  # a device has no link to itself
     latency = [[every[a].latency.get(b, nothing) for b in ranks] for a in ranks]
     bandwidth = [[every[b].bandwidth.get(a, nothing) for b in ranks] for a in ranks]
+    nccl_latency = [[every[a].nccl_latency.get(b, nothing) for b in ranks] for a in ranks]
+    nccl_bandwidth = [[every[b].nccl_bandwidth.get(a, nothing) for b in ranks] for a in ranks]
+    has_nccl = any(each.nccl_bandwidth for each in every)
     return Cluster(
         name=options.cluster_name,
         source=f"polyrhythm probe, {len(members)} processes on {num_machines} "
@@ -255,6 +298,8 @@ def _cluster(
         bandwidth=_matrix(bandwidth, "median"),
         latency_spread=_matrix(latency, "spread"),
         bandwidth_spread=_matrix(bandwidth, "spread"),
+        nccl_latency=_matrix(nccl_latency, "median") if has_nccl else (),
+        nccl_bandwidth=_matrix(nccl_bandwidth, "median") if has_nccl else (),
     )
 
 

@@ -1,30 +1,34 @@
 """Profile a model on a device of this machine: time and memory of every layer.
 
 Each layer is timed separately, forward and backward, on the previous layer's output; all are in
-training mode. Memory comes first, for all sizes: a size at which a layer fails costs no timing.
+training mode. On a GPU it runs twice in a row, and the second run is timed by events: as in
+training, the host then launches kernels while earlier ones still run. Memory comes first, for all
+sizes: a size at which a layer fails costs no timing.
 """
 
 import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from polyrhythm.describe.factory import call_factory, error_summary
 from polyrhythm.describe.measure import device_flops, device_of, device_text, finish
-from polyrhythm.describe.model import AtSize, Layer, ModelProfile
+from polyrhythm.describe.model import AtSize, Layer, ModelProfile, blocks_with_parameters
 from polyrhythm.describe.sample import Sample
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import DescriptionError, PlanError
-from polyrhythm.run.pipeline.partition import LayerSplit
+from polyrhythm.run.pipeline.partition import LayerSplit, recomputes_itself
 from polyrhythm.run.profile.hugging_face import HuggingFaceModel
 from polyrhythm.types import Bytes, Seconds
 
@@ -42,12 +46,24 @@ class _PositionalInputs(nn.Module):
         return self.module(*values[:num_positional], **named)
 
 
+class _WithLoss(nn.Module):
+    """The last layer with the loss, whose time and memory are those of its stage."""
+
+    def __init__(self, layer: nn.Module, loss: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.loss = layer, loss
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.loss(self.layer(*arguments))
+
+
 def split_layers_by_name(
-    split: LayerSplit, model: nn.Module, names: tuple[str, ...]
+    split: LayerSplit, model: nn.Module, names: tuple[str, ...], *, recompute: bool = False
 ) -> dict[str, nn.Module]:
     """Return a model's layers, each as the stage that has it alone; the first takes all inputs.
 
     `names` are the keyword arguments among these inputs, which come last. Nothing is copied.
+    `recompute`: as stages that recompute; a Sequential has none.
     """
     if split.layers is None and isinstance(model, nn.Sequential):
         parts = [layer for layer in model._modules.values() if layer is not None]
@@ -55,14 +71,36 @@ def split_layers_by_name(
     else:
         num_layers = split.num_layers(model)
         sizes = (1,) * num_layers
-        parts = [split.extract_stage(model, stage, sizes).module for stage in range(num_layers)]
+        parts = [
+            split.extract_stage(model, stage, sizes, recompute=recompute).module
+            for stage in range(num_layers)
+        ]
         kinds = [type(model).__name__] * num_layers
     parts[0] = _PositionalInputs(parts[0], names)
     layer_names = [f"{index}.{kind}" for index, kind in enumerate(kinds)]
     return dict(zip(layer_names, parts, strict=True))
 
 
+def recomputing_layers(
+    split: LayerSplit, model: nn.Module, names: tuple[str, ...]
+) -> dict[str, nn.Module] | None:
+    """Return the layers as stages that recompute; None for a Sequential, where inputs tell all."""
+    if split.layers is None and isinstance(model, nn.Sequential):
+        return None
+    return split_layers_by_name(split, model, names, recompute=not recomputes_itself(model))
+
+
 _LISTS = (nn.Sequential, nn.ModuleList)
+
+
+class _LayerMemory(NamedTuple):
+    output: Bytes
+    stored: Bytes
+    cast: Bytes  # copies of weights in the dtype of autocast
+    recompute: Bytes  # stored instead if the layer recomputes
+    temporary: Bytes | None = (
+        None  # beyond what is stored, while the layer runs; None: not on a GPU
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,25 +110,40 @@ class ProfiledModel:
     layers: dict[str, nn.Module]
     example: tuple[Any, ...]  # arguments of the first layer
     num_samples: int  # in the example: the first dimension of its first tensor
+    # The layers as stages that recompute; None if each starts from its input alone.
+    recomputing: dict[str, nn.Module] | None = None
 
     @classmethod
     def of(cls, returned: object, *, source: str) -> Self:
         """Parse what a factory returned; raises DescriptionError."""
-        if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        if not isinstance(returned, tuple | list) or len(returned) not in (2, 3, 4):
             raise _unusable_model(source, _kind(returned))
-        model, example, *split = returned
+        model, example, *rest = returned
+        losses = [each for each in rest if callable(each)]
+        split = [each for each in rest if not callable(each)]
         named = dict(example) if isinstance(example, Mapping) else {}
         arguments = example if isinstance(example, tuple) else (example,)
+        recomputing: dict[str, nn.Module] | None = None
         if split or named or (isinstance(model, nn.Module) and not isinstance(model, _LISTS)):
-            layers = _layers_of_split(model, split[0] if split else LayerSplit(), named, source)
+            layer_split = split[0] if split else LayerSplit()
+            layers, recomputing = _layers_of_split(model, layer_split, named, source)
         else:
             layers = _layers(model, source)
+        for made in (layers, recomputing) if losses else ():
+            if made is not None:
+                *_, last = made
+                made[last] = _WithLoss(made[last], losses[0])
         arguments = tuple(named.values()) if named else arguments
         leaves = pytree.tree_leaves(arguments)
         tensors = [each for each in leaves if isinstance(each, Tensor) and each.dim()]
         if not tensors or len(tensors[0]) == 0:
             raise _unusable_model(source, f"{_kind(example)} as the example")
-        return cls(layers=layers, example=arguments, num_samples=len(tensors[0]))
+        return cls(
+            layers=layers,
+            example=arguments,
+            num_samples=len(tensors[0]),
+            recomputing=recomputing,
+        )
 
     def default_sizes(self) -> list[int]:
         """Return the sizes of one sample, a quarter, half and all of the example."""
@@ -110,7 +163,9 @@ class ProfiledModel:
         what = "the example"
         try:
             example = pytree.tree_map_only(Tensor, move, self.example)
-            for name, layer in self.layers.items():
+            for name, layer in itertools.chain(
+                self.layers.items(), (self.recomputing or {}).items()
+            ):
                 what = f"layer {name!r}"
                 layer.to(device, dtype)
         except Exception as error:  # out of memory; or a layer that has a to() of its own
@@ -140,6 +195,19 @@ class ProfiledModel:
             ) from None
         return arguments
 
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Set all modules to training mode, as in the planned training, and restore them after."""
+        layers = [*self.layers.values(), *(self.recomputing or {}).values()]
+        modes = {module: module.training for layer in layers for module in layer.modules()}
+        for layer in layers:
+            layer.train()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
     def _check_trainable(self) -> None:
         """Reject a model without data (on "meta"), or in inference mode."""
         parameters = [each for layer in self.layers.values() for each in layer.parameters()]
@@ -166,6 +234,7 @@ def measure_profile(
     repeat: int = 5,
     device: str = "auto",
     dtype: str | None = None,
+    autocast: str | None = None,
     measured_at: str = "",
     on_progress: Callable[[str], None] = lambda text: None,
     warn: Callable[[str], None] = lambda text: None,
@@ -173,7 +242,8 @@ def measure_profile(
     """Profile a `module:factory`, or a Hugging Face model; the first of `sizes` is the profile's.
 
     Without `sizes`, size 1 is optional: it may be too small (for a batch norm), and is skipped
-    with a warning. Raises DescriptionError, also for any error in the user's code.
+    with a warning. `autocast`: the dtype in which layers compute, while their weights keep theirs.
+    Raises DescriptionError, also for any error in the user's code.
     """
     torch_device = device_of(device)
     on_progress("nothing yet: the factory is running")
@@ -182,17 +252,21 @@ def measure_profile(
     float_type = None if dtype is None else getattr(torch, dtype)
     model = model.to(torch_device, float_type)
     first_size, *others = sizes or reversed(model.default_sizes())
-    layers = measure_layers(
-        model,
-        size=first_size,
-        other_sizes=others,
-        optional=() if sizes or first_size == 1 else (1,),
-        repeat=repeat,
-        device=torch_device,
-        on_progress=on_progress,
-        warn=warn,
-    )
+    with _autocast(torch_device, autocast):
+        workspace = _workspace_bytes(model, first_size, torch_device)
+        layers = measure_layers(
+            model,
+            size=first_size,
+            other_sizes=others,
+            optional=() if sizes or first_size == 1 else (1,),
+            repeat=repeat,
+            device=torch_device,
+            on_progress=on_progress,
+            warn=warn,
+        )
     on_progress("device speed")
+    if autocast is not None:
+        float_type = getattr(torch, autocast)
     float_type = float_type or _type_of(model)
     del model  # frees memory for the matrices
     speed = device_flops(torch_device, float_type, repeat=repeat)
@@ -202,9 +276,17 @@ def measure_profile(
         measured_at=measured_at,
         flops=speed.median,
         flops_dtype=str(float_type).removeprefix("torch."),
+        workspace_bytes=workspace,
         microbatch_size=first_size,
         layers=layers,
     )
+
+
+def _autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[object]:
+    """Return the context of all forwards; it keeps copies of weights, as that of a step does."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, dtype))
 
 
 def count_profile(
@@ -223,7 +305,7 @@ def count_profile(
         made = HuggingFaceModel(source).build(getattr(torch, dtype))
         model = ProfiledModel.of(made, source=source)
         first_size, *others = sizes or (1,)
-        with _train_mode(model.layers):
+        with model.train_mode():
             found = {size: _counted(model, size, flops) for size in (first_size, *others)}
     own = found.pop(first_size)
     return ModelProfile(
@@ -240,6 +322,7 @@ def count_profile(
                 parameter_bytes=sum(p.nbytes for p in layer.parameters()),
                 activation_bytes=at.activation_bytes,
                 stored_bytes=at.stored_bytes,
+                recompute_bytes=at.recompute_bytes,
                 sizes=tuple(found[other][index] for other in sorted(found)),
             )
             for index, ((name, layer), at) in enumerate(zip(model.layers.items(), own, strict=True))
@@ -248,12 +331,10 @@ def count_profile(
 
 
 def _counted(model: ProfiledModel, size: int, flops: float) -> list[AtSize]:
-    memory = _forward_memory(model.layers, model.resized_example(size), size)
+    memory = _layer_memory(model, size)
     arguments = model.resized_example(size)
     found = []
-    for (name, layer), (output_bytes, stored_bytes) in zip(
-        model.layers.items(), memory, strict=True
-    ):
+    for (name, layer), own in zip(model.layers.items(), memory, strict=True):
         with _describe_layer_errors(name, "forward", size), FlopCounterMode(display=False) as count:
             value = layer(*arguments)
             forward = count.get_total_flops()
@@ -264,8 +345,9 @@ def _counted(model: ProfiledModel, size: int, flops: float) -> list[AtSize]:
             microbatch_size=size,
             forward=forward / flops,
             backward=(count.get_total_flops() - forward) / flops,
-            activation_bytes=output_bytes,
-            stored_bytes=stored_bytes,
+            activation_bytes=own.output,
+            stored_bytes=own.stored,
+            recompute_bytes=own.recompute,
         )
         found.append(at)
     return found
@@ -296,12 +378,14 @@ def measure_layers(
 
     An `optional` size at which a layer fails is skipped with a warning.
     """
-    with torch.enable_grad(), _train_mode(model.layers):
-        memory: dict[int, list[tuple[Bytes, Bytes]]] = {}
+    with torch.enable_grad(), model.train_mode():
+        memory: dict[int, list[_LayerMemory]] = {}
         for each in (size, *other_sizes):
             on_progress(f"micro-batches of {each}: memory")
             try:
-                memory[each] = _forward_memory(model.layers, model.resized_example(each), each)
+                memory[each] = _layer_memory(model, each)
+                if device.type == "cuda":
+                    memory[each] = _with_temporary(model, each, memory[each], device)
             except DescriptionError as error:
                 if each not in optional:
                     raise
@@ -319,6 +403,9 @@ def measure_layers(
             parameter_bytes=sum(p.nbytes for p in layer.parameters()),
             activation_bytes=at.activation_bytes,
             stored_bytes=at.stored_bytes,
+            recompute_bytes=at.recompute_bytes,
+            temporary_bytes=at.temporary_bytes,
+            cast_bytes=memory[size][index].cast or None,
             forward_spread=forward_spread,
             backward_spread=backward_spread,
             sizes=tuple(found[other][index][0] for other in sorted(found)),
@@ -329,23 +416,10 @@ def measure_layers(
     )
 
 
-@contextmanager
-def _train_mode(layers: dict[str, nn.Module]) -> Iterator[None]:
-    """Set all modules to training mode, as in the planned training, and restore them after."""
-    modes = {module: module.training for layer in layers.values() for module in layer.modules()}
-    for layer in layers.values():
-        layer.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def _at_size(
     model: ProfiledModel,
     size: int,
-    memory: list[tuple[Bytes, Bytes]],
+    memory: list[_LayerMemory],
     repeat: int,
     device: torch.device,
     on_progress: Callable[[str], None],
@@ -360,14 +434,16 @@ def _at_size(
         layer.zero_grad()
     found = []
     per_layer = zip(*sweeps[1:], strict=True)
-    for (output_bytes, stored_bytes), times in zip(memory, per_layer, strict=True):
+    for own, times in zip(memory, per_layer, strict=True):
         forward, backward = map(Sample.of, zip(*times, strict=True))
         at = AtSize(
             microbatch_size=size,
             forward=forward.median,
             backward=backward.median,
-            activation_bytes=output_bytes,
-            stored_bytes=stored_bytes,
+            activation_bytes=own.output,
+            stored_bytes=own.stored,
+            recompute_bytes=own.recompute,
+            temporary_bytes=own.temporary,
         )
         found.append((at, forward.spread, backward.spread))
     return found
@@ -377,30 +453,130 @@ def _sweep(
     layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int, device: torch.device
 ) -> Iterator[tuple[Seconds, Seconds]]:
     """Yield the forward and backward times of each layer."""
+    num_runs = 2 if device.type == "cuda" else 1
     for name, layer in layers.items():
+        # A run has its own inputs: a layer may write in place.
+        copies = [pytree.tree_map_only(Tensor, _copy, arguments) for _ in range(num_runs - 1)]
         with _describe_layer_errors(name, "forward", size):
-            finish(device)
-            start = time.perf_counter()
-            value = layer(*arguments)
-            finish(device)
-            forward = time.perf_counter() - start
-        outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
-        with _describe_layer_errors(name, "backward", size):
-            gradients = [torch.ones_like(output) for output in outputs]
-            arguments = (pytree.tree_map_only(Tensor, _detached_copy, value),)
-            finish(device)
-            start = time.perf_counter()
-            if outputs:  # otherwise the layer has no gradients
-                torch.autograd.backward(outputs, gradients)
-            finish(device)
-            backward = time.perf_counter() - start
+            values, forward = _timed_runs(
+                [partial(layer, *inputs) for inputs in (*copies, arguments)], device
+            )
+        outputs = [
+            [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
+            for value in values
+        ]
+        with _describe_layer_errors(name, "backward", size), _no_autocast(device):
+            gradients = [torch.ones_like(output) for output in outputs[-1]]
+            arguments = (pytree.tree_map_only(Tensor, _detached_copy, values[-1]),)
+            del values
+            run = torch.autograd.backward if gradients else _do_nothing
+            backward = _timed_runs([partial(run, each, gradients) for each in outputs], device)[1]
         yield forward, backward
+
+
+def _timed_runs(
+    runs: Sequence[Callable[[], Any]], device: torch.device
+) -> tuple[list[Any], Seconds]:
+    """Return the results of all runs, one after another, and the time of the last."""
+    finish(device)
+    results = [run() for run in runs[:-1]]
+    if device.type != "cuda":
+        start = time.perf_counter()
+        results.append(runs[-1]())
+        return results, time.perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    results.append(runs[-1]())
+    after.record()
+    finish(device)
+    return results, before.elapsed_time(after) / 1e3
+
+
+def _do_nothing(*_: object) -> None:
+    """Run in place of the backward of a layer without gradients."""
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A backward has the dtypes of its forward; what autocast has cached is kept."""
+    is_autocast = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_autocast else nullcontext()
+
+
+def _workspace_bytes(model: ProfiledModel, size: int, device: torch.device) -> Bytes | None:
+    """Return what a GPU's libraries allocate in a forward and a backward, and keep."""
+    if device.type != "cuda":
+        return None
+    torch._C._cuda_clearCublasWorkspaces()  # of an earlier profile
+    before = torch.cuda.memory_allocated(device)
+    with torch.enable_grad(), model.train_mode():
+        for _ in _sweep(model.layers, model.resized_example(size), size, device):
+            pass
+    for layer in model.layers.values():
+        layer.zero_grad()
+    torch.clear_autocast_cache()
+    return max(0, torch.cuda.memory_allocated(device) - before)
+
+
+def _with_temporary(
+    model: ProfiledModel, size: int, memory: list[_LayerMemory], device: torch.device
+) -> list[_LayerMemory]:
+    """Add what each layer needs while it runs: the peak of a forward and a backward of its own.
+
+    Counted are its input, its output, their gradients and all that is freed again, less what the
+    layer stores. Gradients of weights exist before, as from the second micro-batch of a step on.
+    """
+    found, arguments = list[_LayerMemory](), model.resized_example(size)
+    for (name, layer), own in zip(model.layers.items(), memory, strict=True):
+        following: tuple[Any, ...] = ()
+        for number in range(2):  # the first run leaves gradients and what autocast caches
+            finish(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            with _describe_layer_errors(name, "forward", size):
+                value = layer(*pytree.tree_map_only(Tensor, _copy, arguments))
+            if number == 0:
+                following = (pytree.tree_map_only(Tensor, _detached_copy, value),)
+            with _describe_layer_errors(name, "backward", size), _no_autocast(device):
+                outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
+                gradients = [torch.ones_like(output) for output in outputs]
+                # Edges, not tensors: the next layer has freed this one's output by then.
+                edges = [get_gradient_edge(output) for output in outputs]
+                del value, outputs
+                if edges:
+                    torch.autograd.backward(edges, gradients)
+                del edges, gradients
+            peak = torch.cuda.max_memory_allocated(device) - before
+        found.append(own._replace(temporary=max(0, peak - own.stored)))
+        arguments = following
+    for layer in model.layers.values():
+        layer.zero_grad()
+    return found
+
+
+def _layer_memory(model: ProfiledModel, size: int) -> list[_LayerMemory]:
+    """Return the memory of each layer for micro-batches of `size`."""
+    example = model.resized_example(size)
+    memory = _forward_memory(model.layers, example, size)
+    if model.recomputing is not None:
+        kept = [
+            stored
+            for _, stored, _ in _forward_memory(
+                model.recomputing, model.resized_example(size), size
+            )
+        ]
+    else:
+        has_parameters = [any(True for _ in x.parameters()) for x in model.layers.values()]
+        starts = {block.start for block in blocks_with_parameters(has_parameters)}
+        first = [x.nbytes for x in pytree.tree_leaves(example) if isinstance(x, Tensor)]
+        inputs = [sum(first), *(output for output, _, _ in memory)]
+        kept = [inputs[number] if number in starts else 0 for number in range(len(memory))]
+    return [_LayerMemory(*own, rest) for own, rest in zip(memory, kept, strict=True)]
 
 
 def _forward_memory(
     layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int
-) -> list[tuple[Bytes, Bytes]]:
-    """Return the bytes of each layer's output and stored tensors in a forward of the model.
+) -> list[tuple[Bytes, Bytes, Bytes]]:
+    """Return the bytes of each layer's output, of stored tensors and of weights that are cast.
 
     Stored are the bytes that autograd saves for the backward. Each storage counts once, at the last
     layer that stores it, so that the bytes of consecutive layers add up. Parameters and buffers do
@@ -408,19 +584,24 @@ def _forward_memory(
     """
     kept: list[list[weakref.ref[_SavedTensor]]] = []
     outputs: list[Bytes] = []
+    casts: list[dict[int, Bytes]] = []
     for name, layer in layers.items():
         kept.append([])
         with _describe_layer_errors(name, "forward", size), _record_saved_tensors(kept[-1]):
             value = layer(*arguments)
+        with _describe_layer_errors(name, "forward", size):
+            casts.append(_cast_storages(layer, arguments))
         outputs.append(sum(tensor.nbytes for tensor in _tensors_of(value, name)))
         arguments = (value,)
     counted: set[int] = set()
     stored: list[Bytes] = []
-    for layer, holders in zip(reversed(layers.values()), reversed(kept), strict=True):
+    for layer, holders, cast in zip(
+        reversed(layers.values()), reversed(kept), reversed(casts), strict=True
+    ):
         storages = _live_storages(holders, layer)
-        stored.insert(0, sum(storages[each] for each in storages.keys() - counted))
+        stored.insert(0, sum(storages[each] for each in storages.keys() - counted - cast.keys()))
         counted |= storages.keys()
-    return list(zip(outputs, stored, strict=True))
+    return list(zip(outputs, stored, (sum(cast.values()) for cast in casts), strict=True))
 
 
 class _SavedTensor:
@@ -444,6 +625,20 @@ def _live_storages(holders: list[weakref.ref[_SavedTensor]], layer: nn.Module) -
         for tensor in itertools.chain(layer.parameters(), layer.buffers())
     }
     return {each._cdata: each.nbytes() for each in held if each._cdata not in own}
+
+
+def _cast_storages(layer: nn.Module, arguments: tuple[Any, ...]) -> dict[int, Bytes]:
+    """Return the copies of weights that autocast makes once: two forwards store the same ones."""
+    if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
+        return {}
+    found, values = list[dict[int, Bytes]](), []
+    for _ in range(2):
+        holders: list[weakref.ref[_SavedTensor]] = []
+        with _record_saved_tensors(holders):
+            values.append(layer(*pytree.tree_map_only(Tensor, _detached_copy, arguments)))
+        found.append(_live_storages(holders, layer))
+    first, second = found
+    return {each: first[each] for each in first.keys() & second.keys()}
 
 
 def _record_saved_tensors(
@@ -483,6 +678,11 @@ def _detached_copy(tensor: Tensor) -> Tensor:
     return detached.requires_grad_().clone() if detached.is_floating_point() else detached.clone()
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor; the copy requires gradients if the tensor does."""
+    return _detached_copy(tensor) if tensor.requires_grad else tensor.clone()
+
+
 def _hides_tensors(leaf: Any) -> bool:
     if not is_dataclass(leaf) or isinstance(leaf, type):
         return False
@@ -507,14 +707,18 @@ def _describe_layer_errors(name: str, action: str, size: int) -> Iterator[None]:
 
 def _layers_of_split(
     model: object, split: object, named: Mapping[str, Any], source: str
-) -> dict[str, nn.Module]:
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module] | None]:
+    """Return the layers of a model, and the same ones as stages that recompute."""
     if not isinstance(model, nn.Module) or not isinstance(split, LayerSplit):
         what = model if not isinstance(model, nn.Module) else split
         raise _unusable_model(source, f"{_kind(what)} with a split")
     if split.num_layers(model) == 1 and not isinstance(model, nn.Sequential):
         raise _unusable_model(source, f"a {type(model).__name__} without a split")
     try:
-        return split_layers_by_name(split, model, tuple(named))
+        return (
+            split_layers_by_name(split, model, tuple(named)),
+            recomputing_layers(split, model, tuple(named)),
+        )
     except PlanError as error:
         raise DescriptionError(error.wrong, expected=error.expected, fix=error.fix) from None
 
@@ -541,7 +745,8 @@ def _unusable_model(source: str, what: str) -> DescriptionError:
         f"{source}() returned {what}",
         expected="two things: an nn.Sequential or a list of nn.Modules, "
         "and a tensor for the first of them (a tuple if it takes several arguments, a dict if by "
-        "name); for any other model also its LayerSplit",
+        "name); for any other model also its LayerSplit; and, if its memory and time count, a "
+        "function that returns the loss of the last layer's output",
         fix="return nn.Sequential(...), torch.randn(8, 512): the first dimension counts samples; "
         'or return model, example, LayerSplit(layers="model.layers", ...)',
     )

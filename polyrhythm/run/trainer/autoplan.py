@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.measure import device_of
-from polyrhythm.describe.model import Layer, ModelProfile
+from polyrhythm.describe.model import Layer, ModelProfile, blocks_with_parameters
 from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.units import parse
 from polyrhythm.errors import PlanError
@@ -47,7 +47,12 @@ from polyrhythm.run.data.loader import as_arguments
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
-from polyrhythm.run.profile.profile import ProfiledModel, measure_layers, split_layers_by_name
+from polyrhythm.run.profile.profile import (
+    ProfiledModel,
+    measure_layers,
+    recomputing_layers,
+    split_layers_by_name,
+)
 from polyrhythm.run.trainer.check_model import first_samples
 from polyrhythm.run.trainer.config import TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import JobProcesses, machine_name
@@ -74,7 +79,19 @@ def choose_plan(
     dataset: Any,
     processes: JobProcesses,
 ) -> Plan:
-    """Return the configured plan, or one from measurements, or one stage per replica."""
+    """Return the configured plan, or one from measurements, or one stage per replica.
+
+    Measurements tell which stages recompute; the configuration may say all or none.
+    """
+    plan = _choose_plan(config, model, dataset, processes)
+    if config.device.recompute == AUTO:
+        return plan
+    return replace(plan, recompute=(config.device.recompute == "always",) * plan.num_stages)
+
+
+def _choose_plan(
+    config: TrainerConfig, model: nn.Module, dataset: Any, processes: JobProcesses
+) -> Plan:
     source = os.environ.get(PLAN_VARIABLE, AUTO) if config.plan == AUTO else config.plan
     degrees = _chosen_degrees(config, source)
     if source != AUTO:
@@ -386,6 +403,7 @@ class AutoPlanner:
             microbatch_size=self.config.microbatch_size,
             sync=self._sync,
             num_stages=self.num_stages,
+            recompute=self.config.device.recompute,
         )
         return load_cached_plan(self.config.run_dir, key)
 
@@ -405,6 +423,7 @@ class AutoPlanner:
             device=device_type if device_type in ("cpu", "cuda") else AUTO,
             dtype=str(config.device.autocast or torch.float32).removeprefix("torch."),
             all_at_once=all_at_once,
+            nccl=False,
             effort=_effort(len(pairs) if all_at_once else num_rounds, config.timeout),
         )
         return probe(
@@ -429,6 +448,7 @@ class AutoPlanner:
             microbatch_size=config.microbatch_size,
             schedule=config.schedule,
             num_stages=self.num_stages,
+            recompute=config.device.recompute,
         )
         problem = Problem(
             cluster=_limited(cluster, self._memory_limit, job),
@@ -466,7 +486,9 @@ def _summary(plan: Plan) -> str:
     predicted = "" if plan.predicted is None else f", predicted {plan.predicted.step:.3g} s a step"
     stages = f"{plan.num_stages} stage{'s' * (plan.num_stages > 1)}"
     pipelines = f"{plan.num_pipelines} pipeline{'s' * (plan.num_pipelines > 1)}"
-    return f"{stages} x {pipelines}, micro-batches of {plan.microbatch_size}{predicted}"
+    number = sum(plan.recompute)
+    recompute = f", {number} of {plan.num_stages} stages recompute activations" if number else ""
+    return f"{stages} x {pipelines}, micro-batches of {plan.microbatch_size}{recompute}{predicted}"
 
 
 def profile_sizes(config: TrainerConfig, num_processes: int) -> tuple[int, ...]:
@@ -496,7 +518,8 @@ def profile_layers(
     with preserve_rng_state(device):
         inputs = first_samples(config, dataset, max(sizes)).inputs
         arguments, keywords = as_arguments(inputs)
-        layers = split_layers_by_name(config.split, _deepcopy_model(model), tuple(keywords))
+        copied, names = _deepcopy_model(model), tuple(keywords)
+        layers = split_layers_by_name(config.split, copied, names)
         example = (*arguments, *keywords.values())
         tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, Tensor) and x.dim()]
         if not tensors:
@@ -505,7 +528,12 @@ def profile_layers(
                 expected="samples whose inputs are a tensor, several, or several by name",
                 fix="pass a plan, or a dataset whose items are (inputs, target)",
             )
-        subject = ProfiledModel(layers=layers, example=example, num_samples=len(tensors[0]))
+        subject = ProfiledModel(
+            layers=layers,
+            example=example,
+            num_samples=len(tensors[0]),
+            recomputing=recomputing_layers(config.split, copied, names),
+        )
         with config.device.precision(device):
             return measure_layers(
                 subject.to(device, None),
@@ -522,25 +550,20 @@ def layer_blocks(split: LayerSplit, model: nn.Module) -> tuple[int, ...]:
 
     A stage needs parameters; layers that share more than the hidden state stay together.
     """
+    if split.layers is None and isinstance(model, nn.Sequential):
+        trained = [
+            layer is not None and any(True for _ in layer.parameters())
+            for layer in model._modules.values()
+        ]
+        return tuple(len(block) for block in blocks_with_parameters(trained))
     counts: list[int] = []
-    if split.layers is not None or not isinstance(model, nn.Sequential):
-        num_layers = split.num_layers(model)
-        together = split.found(model).together if num_layers > 1 else ()
-        for index in range(num_layers):
-            if any(first < index <= last for first, last in together):
-                counts[-1] += 1
-            else:
-                counts.append(1)
-        return tuple(counts)
-    has_parameters = False  # in the last block
-    for layer in model._modules.values():
-        is_trained = layer is not None and any(True for _ in layer.parameters())
-        if not counts or (is_trained and has_parameters):
-            counts.append(1)
-            has_parameters = is_trained
-        else:
+    num_layers = split.num_layers(model)
+    together = split.found(model).together if num_layers > 1 else ()
+    for index in range(num_layers):
+        if any(first < index <= last for first, last in together):
             counts[-1] += 1
-            has_parameters = has_parameters or is_trained
+        else:
+            counts.append(1)
     return tuple(counts)
 
 

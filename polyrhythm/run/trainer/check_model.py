@@ -13,6 +13,8 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import LaunchError, PlanError
@@ -33,6 +35,37 @@ _NUM_SAMPLES = 2  # of an example
 _MAX_TOKENS = 64  # of each: a long text shows nothing more, and a large model runs on a CPU here
 _LABELS = ("labels", "start_positions")  # arguments of models that compute their loss
 _COPIES = 4  # weights, and gradients of both sides
+
+
+def check_placement(model: nn.Module) -> None:
+    """Refuse weights that are sharded, spread over devices, or without values."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
+    if sharded or any(isinstance(each, FSDPModule) for each in model.modules()):
+        what = "fully_shard" if not sharded else f"{sharded[0]}, which is a DTensor"
+        raise LaunchError(
+            f"a model that is sharded already: {what}",
+            expected="whole weights, which the Trainer divides into stages and replicas by itself",
+            fix="pass the model before fully_shard or parallelize_module; for these inside a stage "
+            "use Pipeline in a loop of your own",
+        )
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        raise LaunchError(
+            f"{len(meta)} of {len(tensors)} weights without values, on the meta device, such as "
+            f"{meta[0]}",
+            expected="a model with its weights: the Trainer does not initialise or load them",
+            fix="build it without torch.device('meta') and without a device_map that offloads; "
+            "or pass a function that builds it",
+        )
+    of_device = {str(parameter.device): name for name, parameter in model.named_parameters()}
+    if len(of_device) > 1:
+        shown = ", ".join(f"{name} on {device}" for device, name in of_device.items())
+        raise LaunchError(
+            f"a model that is spread over {len(of_device)} devices: {shown}",
+            expected="a model on one device, from which each process moves its stage to its own",
+            fix="load it without device_map=, or with device_map='cpu'",
+        )
 
 
 def check_loss(config: TrainerConfig, model: nn.Module) -> None:
@@ -119,7 +152,7 @@ def find_split(config: TrainerConfig, model: nn.Module, dataset: Any, num_proces
     try:
         config.split.found(model)  # on an example of its config
     except PlanError:
-        args, kwargs, _ = _example(first_samples(config, dataset, _NUM_SAMPLES))
+        args, kwargs, _ = _example(first_samples(config, dataset, _NUM_SAMPLES), model)
         try:
             config.split.found(model, (args, kwargs))
         except PlanError as error:
@@ -138,7 +171,7 @@ def check_stages(
             "the stages are not compared with the whole model, which is too large for this machine"
         )
         return
-    args, kwargs, target = _example(first_samples(config, dataset, _NUM_SAMPLES))
+    args, kwargs, target = _example(first_samples(config, dataset, _NUM_SAMPLES), model)
     labels = {} if config.loss_fn is not None or target is None else labels_of(target)
     check_inputs(model, kwargs)
     verify_split(model, config.split, layers_per_stage, (args, kwargs), labels)
@@ -155,10 +188,15 @@ def first_samples(config: TrainerConfig, dataset: Any, num_samples: int) -> Coll
             dataset.load_state_dict(start.shards[0].state)
 
 
-def _example(samples: CollatedSamples) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Return arguments, keywords and target; of texts, the first tokens."""
+def _example(
+    samples: CollatedSamples, model: nn.Module
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Return arguments, keywords and target on the model's device; of texts, the first tokens."""
     args, kwargs = as_arguments(samples.inputs)
-    found: tuple[tuple[Any, ...], dict[str, Any], Any] = (args, kwargs, samples.target)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    found: tuple[tuple[Any, ...], dict[str, Any], Any] = pytree.tree_map_only(
+        Tensor, lambda x: x.to(device), (args, kwargs, samples.target)
+    )
     tensors = [x for x in pytree.tree_leaves(found) if isinstance(x, Tensor)]
     ids = next((x for x in tensors if x.dim() == 2 and x.dtype == torch.int64), None)
     if ids is None or ids.shape[1] <= _MAX_TOKENS:
@@ -168,3 +206,26 @@ def _example(samples: CollatedSamples) -> tuple[tuple[Any, ...], dict[str, Any],
     cut = pytree.tree_map_only(Tensor, lambda x: x[:, :_MAX_TOKENS] if x.dim() > 1 else x, found)
     assert isinstance(cut, tuple), "of the same structure"
     return cut
+
+
+def use_float8(module: nn.Module, device: torch.device) -> None:
+    """Let linear layers multiply in float8, if their sizes are multiples of 16, as GPUs need it.
+
+    Parameters and their names stay as they are. On a CPU the products are emulated.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise LaunchError(
+            "DeviceConfig(float8=True) without torchao",
+            expected="torchao, which has the layers",
+            fix="pip install torchao, in all environments of the job",
+        ) from None
+
+    def fits(layer: nn.Module, name: str) -> bool:
+        if not isinstance(layer, nn.Linear):
+            return False
+        return layer.in_features % 16 == layer.out_features % 16 == 0
+
+    config = Float8LinearConfig(emulate=device.type == "cpu")
+    convert_to_float8_training(module, config=config, module_filter_fn=fits)

@@ -95,9 +95,19 @@ class TrainerCheckpointer:
         return self.checkpoints
 
     def save(
-        self, step: int, strategy: NoSync, extra: Mapping[str, Any], *, blocking: bool = False
+        self,
+        step: int,
+        strategy: NoSync,
+        extra: Mapping[str, Any],
+        *,
+        blocking: bool = False,
+        overlap: bool = False,
     ) -> None:
-        """Save in the background; with `blocking`, first wait for the save in progress."""
+        """Save in the background; with `blocking`, first wait for the save in progress.
+
+        With `overlap` the next forward and backward may begin before a GPU has made the copies;
+        `before_update` comes then.
+        """
         strategy.synchronize()
         future = strategy.async_state_dict()
         if (checkpoints := self.open()) is not None:
@@ -112,7 +122,13 @@ class TrainerCheckpointer:
                 extra=extra,
                 run_info=self.run_info,
                 blocking=blocking,
+                overlap=overlap,
             )
+
+    def before_update(self) -> None:
+        """Before weights change: let the GPU wait for its copies of them."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait_for_copies()
 
     def pop_saved(self) -> SaveOutcome | None:
         """On the first pipeline: return a checkpoint that has become complete, each once."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing import get_all_start_methods
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.degrees import Degrees
+from polyrhythm.plan.options import Recompute
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.worker_pool import WorkerOptions
@@ -25,6 +26,8 @@ from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.sinks.metrics import Logger, StepInfo
 from polyrhythm.sync.modes import SyncConfig
 from polyrhythm.types import AUTO, Bytes, Seconds
+
+_BFLOAT16_CAPABILITY, _FLOAT8_CAPABILITY = (8, 0), (8, 9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class DataConfig:
     seed_dropout: bool = True  # False: each process draws masks from torch's current generator
     num_workers: int = 0
     prefetch_factor: int | None = None  # micro-batches ahead for each of them; None: 2
-    pin_memory: bool = False
+    pin_memory: bool | None = None  # None: if this stage computes on a GPU
     persistent_workers: bool = False  # between two fits
     worker_init_fn: Callable[[int], None] | None = None
     multiprocessing_context: str | None = None  # fork, forkserver, spawn; None: Python's default
@@ -73,12 +76,12 @@ class DataConfig:
                 fix="pass num_workers=4, for example, or omit them",
             )
 
-    @property
-    def workers(self) -> WorkerOptions:
+    def workers(self, device: torch.device) -> WorkerOptions:
+        """Return how a stage on `device` reads its data."""
         return WorkerOptions(
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor or 2,
-            pin_memory=self.pin_memory,
+            pin_memory=device.type == "cuda" if self.pin_memory is None else self.pin_memory,
             persistent_workers=self.persistent_workers,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
@@ -119,23 +122,36 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """Where and how a process computes: its device, the memory and the precision it may use."""
+    """Where and how a process computes: its device, the memory and the precision it may use.
+
+    `backend` is that of tensors on GPUs: `nccl`, `gloo`, or auto: NCCL inside each region of the
+    plan, if every worker there has a GPU of its own, and gloo between regions.
+    """
 
     name: torch.device | str | None = None  # None: a GPU of its own, if there is one
     _: KW_ONLY
     memory_limit: str | Bytes | None = None  # of a stage; None: what the device has
-    autocast: torch.dtype | None = None  # of forward and backward, as in torch.autocast
+    # Run layers again in the backward, for less memory: "auto" as the plan says, "never", "always".
+    recompute: Recompute = "auto"
+    # Of forward and backward, as in torch.autocast; in float16 the Trainer scales the loss.
+    autocast: torch.dtype | None = None
+    float8: bool = False  # matrix products of linear layers, by torchao
+    backend: str = AUTO
 
     def __post_init__(self) -> None:
+        if self.backend not in (AUTO, "nccl", "gloo"):
+            raise _invalid("backend", self.backend, "'auto', 'nccl' or 'gloo'")
         try:
             torch.device(self.name or "cpu")
         except (RuntimeError, TypeError):
             raise _invalid("device", self.name, "a torch device such as 'cuda:1'") from None
-        if self.autocast not in (None, torch.bfloat16):
+        if self.recompute not in get_args(Recompute):
+            raise _invalid("recompute", self.recompute, "'auto', 'never' or 'always'")
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
             raise LaunchError(
                 f"autocast={self.autocast}",
-                expected="torch.bfloat16, or None to turn it off",
-                fix="use bfloat16: float16 needs loss scaling, which stages do not agree on",
+                expected="torch.bfloat16, torch.float16, or None to turn it off",
+                fix="use bfloat16, or float16 on a GPU that does not have it",
             )
 
     def precision(self, device: torch.device) -> AbstractContextManager[object]:
@@ -143,6 +159,34 @@ class DeviceConfig:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, self.autocast)
+
+    def check_parameters(self, named: NamedParameters) -> None:
+        """Refuse float16 parameters: small gradients are 0 in float16, before they are unscaled."""
+        in_half = (name for name, parameter in named if parameter.dtype is torch.float16)
+        if self.autocast is torch.float16 and (name := next(in_half, None)) is not None:
+            raise LaunchError(
+                f"autocast=torch.float16 with {name} in float16: attempting to unscale FP16 "
+                "gradients",
+                expected="parameters in float32, which autocast converts in the forward",
+                fix="omit model.half(), or load the model with dtype=torch.float32",
+            )
+
+    def check_capability(self, capability: tuple[int, int], device_name: str) -> None:
+        """Refuse a precision that a GPU does not have; `capability`: its compute capability."""
+        if self.float8 and capability < _FLOAT8_CAPABILITY:
+            raise LaunchError(
+                f"float8=True on {device_name} of compute capability "
+                f"{'.'.join(map(str, capability))}",
+                expected="compute capability 8.9 or more: earlier GPUs have no float8",
+                fix="omit float8, and use autocast=torch.bfloat16",
+            )
+        if self.autocast is torch.bfloat16 and capability < _BFLOAT16_CAPABILITY:
+            raise LaunchError(
+                f"autocast=torch.bfloat16 on {device_name} of compute capability "
+                f"{'.'.join(map(str, capability))}",
+                expected="compute capability 8.0 or more: earlier GPUs have no bfloat16",
+                fix="use DeviceConfig(autocast=torch.float16): the Trainer scales the loss",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +352,9 @@ class TrainerConfig:
         names = ("batch_size", "microbatch_size", "schedule", "clip_grad_norm")
         return {name: getattr(self, name) for name in (*names, "stages", "pipelines")} | {
             "autocast": self.device.autocast,
+            "float8": self.device.float8,
+            "backend": self.device.backend,
+            "recompute": self.device.recompute,
             "sync": self.sync.mode,
             "overlap": self.sync.overlap,
             "sync options": dict(self.sync.options),

@@ -13,6 +13,7 @@ import base64
 import logging
 import math
 import time
+import warnings
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from polyrhythm.errors import LaunchError, TrainingError, peer_errors
 from polyrhythm.events import Value
 from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Evaluation, Manifest
-from polyrhythm.run.comm.process_groups import new_gloo_group
+from polyrhythm.run.comm.process_groups import new_gloo_group, step_timeout
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
 from polyrhythm.run.data.reader import StreamState
@@ -67,8 +68,14 @@ from polyrhythm.run.trainer.sampler import (
     GlobalBatch,
     LockstepSampler,
     make_sampler,
+    sum_of_weights,
 )
-from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, NoSync, make_sync_strategy
+from polyrhythm.run.trainer.sync_strategy import (
+    DecoupledStrategy,
+    LossScaler,
+    NoSync,
+    make_sync_strategy,
+)
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import AppendedLines, EventLog
 from polyrhythm.sinks.metrics import Logger, StepInfo
@@ -92,9 +99,11 @@ class TrainProgress:
     """The training state at the end of a step or of a fit."""
 
     optimizer: Optimizer
+    paused: DecoupledStrategy | None = None  # of the last fit: the state stays sharded
     step: int = 0  # global steps done
     sampler_state: SamplerState = field(default_factory=SamplerState)  # at the end of a phase
     lr_state: dict[str, Any] | None = None  # state of the learning rate scheduler
+    scaler: LossScaler | None = None  # in float16
     evaluation: tuple[int, Evaluation] | None = None  # the last one, and the step that it is of
     is_finite: bool = True  # the loss and the gradients of the last step
     is_updating: bool = False  # weights, optimizer and step are not of the same step
@@ -149,6 +158,10 @@ class TrainProgress:
         self.evaluation = None
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
+        if self.scaler is not None:
+            self.scaler = LossScaler(self.scaler.device)
+            if "scaler" in extra:  # otherwise it was saved without one, and a new one starts
+                self.scaler.load_state_dict(extra["scaler"])
         return _stream_state(manifest)
 
     def extra(
@@ -159,6 +172,8 @@ class TrainProgress:
         extra = {"supply": msgspec.to_builtins(sampler_state), "rates": rates}
         if self.evaluation is not None and self.evaluation[0] == self.step:
             extra[Evaluation.KEY] = msgspec.to_builtins(self.evaluation[1])
+        if self.scaler is not None:
+            extra["scaler"] = self.scaler.state_dict()
         return extra if dataset_state is None else extra | {"stream": dataset_state.as_json()}
 
 
@@ -185,6 +200,8 @@ class FitContext:
     preemption: PreemptionHandler
     machines: Sequence[str]  # by rank; needed under sync="auto"
     metric_store: JobStore  # of the thread that publishes metrics in groups
+    site: str | None  # of the workers that communicate over NCCL
+    note: str = ""  # shown before the first step
     evaluation_numbers: Iterator[int] = field(default_factory=lambda: count(1))
     metric_gathers: dict[tuple[int, ...], MetricGather] = field(default_factory=dict)  # by ranks
     # Of the replicas of this stage, by pipelines: after a loss, those that are left.
@@ -370,7 +387,7 @@ class FitLoop:
         self.problem = ""  # why the fit ends with an error
         self.may_gather_together = may_gather_together  # no worker has a callback
         self.has_checked_inputs = False  # on first stages, by the first batch
-        self.has_warned_of_labels = False
+        self.has_warned_of_labels = self.has_warned_of_scale = False
         self.peak_memory = PeakMemory(context.pipeline.device)
         self.display: FitProgress | None = None
 
@@ -381,6 +398,7 @@ class FitLoop:
                 self.progress.step,
                 self.num_steps,
                 epochs_at=None if self.context.samples.num_samples is None else self._epochs_at,
+                note=self.context.note,
             )
         try:
             self._saved.begin()
@@ -388,7 +406,10 @@ class FitLoop:
                 while name is not None:
                     name = self._train(SyncMode.named(name))
             self._saved.finish()
+            self.context.pipeline.finish_log()
         finally:
+            if self.context.checkpointer is not None:
+                self.context.checkpointer.before_update()  # which users may make now
             if self.display is not None:
                 self.display.close()
             self.stage_loader.close()
@@ -536,7 +557,11 @@ class FitLoop:
             is_saved |= is_last and bool(self.context.config.checkpoint.every or self.exit_status)
             if is_saved:
                 self._save(strategy, progress.sampler_state, blocking=is_last)
-            self._close_strategy(strategy)
+            if is_last and isinstance(strategy, DecoupledStrategy):
+                strategy.pause()
+                progress.optimizer, progress.paused = strategy.optimizer, strategy
+            else:
+                self._close_strategy(strategy)
         except BaseException:
             try:
                 if phase is not None:
@@ -545,7 +570,7 @@ class FitLoop:
                 strategy.abort()
             raise
         if not phase.in_lockstep and next_mode not in (None, mode.name):
-            _broadcast_optimizer_state(progress.optimizer, self.context)
+            _broadcast_optimizer_state(progress, self.context)
         return next_mode
 
     def _forget(self, lost: Sequence[int]) -> None:
@@ -680,6 +705,12 @@ class FitLoop:
     def _make_strategy(self, mode: SyncMode) -> NoSync:
         context, config = self.context, self.context.config
         self._limit = self._limit_of(mode)
+        paused, self.progress.paused = self.progress.paused, None
+        if paused is not None and mode.decoupled:
+            paused.resume()
+            return paused
+        if paused is not None:
+            self._close_strategy(paused)
         pipelines, (stage, pipeline) = context.pipelines, context.worker
         left, group = tuple(pipelines), None
         if 1 < len(left) < dist.get_world_size() // context.pipeline.num_stages:
@@ -700,6 +731,7 @@ class FitLoop:
             worker=Worker(stage, pipelines.index(pipeline)),
             num_pipelines=context.num_pipelines,
             process_group=group,
+            site=context.site,
             seed=config.data.seed,
             timeout=config.timeout,
             sampler_state=replace(self.progress.sampler_state, limit=self._limit),
@@ -733,6 +765,7 @@ class FitLoop:
     def _close_strategy(self, strategy: NoSync) -> None:
         state = strategy.optimizer.state_dict() if isinstance(strategy, DecoupledStrategy) else None
         strategy.close()
+        self.context.pipeline.optimizer_state = None  # which is freed
         if state is not None:  # it was sharded over the replicas
             self.progress.optimizer = self.context.new_optimizer()
             self.progress.optimizer.load_state_dict(state)
@@ -811,6 +844,7 @@ class Phase:
         context, progress = fit.context, fit.progress
         self._fit, self._context, self._progress = fit, context, progress
         self.mode, self.strategy = mode, strategy
+        context.pipeline.optimizer_state = lambda: strategy.optimizer.state
         self.sampler = make_sampler(
             mode,
             context.global_batch,
@@ -830,6 +864,11 @@ class Phase:
         on_nan = fit.config.on_nan
         # In groups the others average with this pipeline, which must stay finite until all stop.
         strategy.drops_non_finite = on_nan == "skip" or (on_nan == "stop" and not self.in_lockstep)
+        if progress.scaler is not None:
+            strategy.scaler = progress.scaler
+            strategy.scaler.sum_of_weights = sum_of_weights(
+                mode, context.global_batch, context.num_pipelines
+            )
         gather = context.metric_gather(in_lockstep=self.in_lockstep)
         is_late = gather is not None or context.pipeline.device.type == "cuda"
         may_wait = fit.may_gather_together and self.in_lockstep and on_nan != "stop"
@@ -845,6 +884,9 @@ class Phase:
                 f"metrics of {fit.phase_name}", context.metric_store, context.first_stages
             )
         self._num_tokens: int | None = None  # of this pipeline's last step, on the first stage
+        # The groups of NCCL have a shorter timeout after the first steps, and end their kernels.
+        timeout = step_timeout(context.config.timeout, num_done=0)
+        self._nccl_timeout = None if context.site is None else timeout
         self.is_over = False
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
         self._has_ended_samples = False  # in groups, on rank 0
@@ -862,9 +904,14 @@ class Phase:
 
     def advance_lr_scheduler(self, step: int) -> None:
         """Advance to the global step; this pipeline may compute only some of the steps."""
-        if self._lr_scheduler is not None:
-            for _ in range(self._lr_scheduler.last_epoch, step):
+        if self._lr_scheduler is None:
+            return
+        if self._lr_scheduler.last_epoch == 0 < step and self.strategy.scaler is not None:
+            with warnings.catch_warnings():  # torch warns if the first update was skipped
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self._lr_scheduler.step()
+        for _ in range(self._lr_scheduler.last_epoch, step):
+            self._lr_scheduler.step()
 
     def lr_state(self) -> dict[str, Any] | None:
         """Return the state of the learning rate scheduler."""
@@ -873,6 +920,7 @@ class Phase:
     def _step(self) -> bool:
         """Run one step; return False, and run none, if the phase is over."""
         start, losses, pipeline = time.perf_counter(), list[Tensor](), self._context.pipeline
+        self.strategy.scale_loss()
         with self._context.config.device.precision(pipeline.device):
             run = self._run_first_stage if pipeline.is_first else self._run_later_stage
             batch_slice = run(losses)
@@ -881,7 +929,10 @@ class Phase:
             self.is_over = True
             return False
         before = self._progress.step
-        with self._progress.update():
+        what = f"the update of step {pipeline.num_steps - 1}"
+        with pipeline.describe_out_of_memory(what), self._progress.update():
+            if self._context.checkpointer is not None:
+                self._context.checkpointer.before_update()
             self.strategy.update(self.sampler.acknowledge)
             learning_rate = self.strategy.optimizer.param_groups[0]["lr"]
             self.advance_lr_scheduler(batch_slice.step + 1)
@@ -895,9 +946,11 @@ class Phase:
             pipeline.loss_counts,
             self.strategy.grad_squares,
             learning_rate,
+            self.strategy.loss_scale,
             number=pipeline.num_steps - 1,  # which action events carry
             start=start,
             end=end,
+            nccl_timeout=self._nccl_timeout,
         )
         self._save_if_due(before, batch_slice.step + 1)
         self._report(step)
@@ -958,6 +1011,7 @@ class Phase:
             if info.loss is None and self._context.is_leader and not fit.has_warned_of_labels:
                 fit.has_warned_of_labels = True
                 _logger.warning("step %d has no label: all are ignored, as -100 is", info.step)
+            self._check_scale(info)
             problem = problem or self._check_finite(info)
         return problem
 
@@ -1028,6 +1082,21 @@ class Phase:
             self._has_ended_samples = True
         return averaged.waited
 
+    def _check_scale(self, info: StepInfo) -> None:
+        """Warn, once in a fit, of a loss scale that keeps falling."""
+        if info.loss_scale is None or not self._context.is_leader:
+            return
+        if not math.isfinite(info.grad_norm):
+            _logger.debug("step %d is skipped: overflow at scale %g", info.step, info.loss_scale)
+        if info.loss_scale < 1.0 and not self._fit.has_warned_of_scale:
+            self._fit.has_warned_of_scale = True
+            _logger.warning(
+                "step %d: the loss scale has fallen to %g, since gradients are not finite in most "
+                "steps, which are skipped: use bfloat16, a lower learning rate, or check the model "
+                "without autocast",
+                *(info.step, info.loss_scale),
+            )
+
     def _check_finite(self, info: StepInfo) -> str:
         """Warn of the first step that is not finite; return the problem if it ends training."""
         was_finite, self._progress.is_finite = self._progress.is_finite, info.is_finite
@@ -1097,15 +1166,19 @@ class Phase:
             progress.lr_state = self.lr_state()
             self.gather_dataset_states()
             extra = self._context.extra(progress, self.sampler.sampler_state())
-            checkpointer.save(step, self.strategy, extra)
+            # Otherwise an average, or a callback, may change weights before the next update.
+            overlap = self.strategy.sync is None and not self._fit.config.callbacks
+            checkpointer.save(step, self.strategy, extra, overlap=overlap)
 
 
-def _broadcast_optimizer_state(optimizer: Optimizer, context: FitContext) -> None:
+def _broadcast_optimizer_state(progress: TrainProgress, context: FitContext) -> None:
     """Broadcast the first pipeline's state to all workers of this stage; all of them call it.
 
     In groups each replica has its own state, from its own samples. With equal gradients but unequal
-    momentum the replicas would diverge, and a lockstep mode does not average weights again.
+    momentum the replicas would diverge, and a lockstep mode does not average weights again. The
+    same holds for the scale of the loss.
     """
+    optimizer, scaler = progress.optimizer, progress.scaler
     what, num_stages, stage = (
         "the optimizer's state",
         context.pipeline.num_stages,
@@ -1115,13 +1188,15 @@ def _broadcast_optimizer_state(optimizer: Optimizer, context: FitContext) -> Non
     group = new_gloo_group(ranks, what, timeout=context.config.timeout)
     is_first, packed = context.worker.pipeline == 0, torch.empty(0, dtype=torch.uint8)
     if is_first:
-        packed = torch.frombuffer(
-            bytearray(encode_state(optimizer.state_dict(), what)), dtype=torch.uint8
-        )
+        states = optimizer.state_dict(), None if scaler is None else scaler.state_dict()
+        packed = torch.frombuffer(bytearray(encode_state(states, what)), dtype=torch.uint8)
     size = torch.tensor([packed.numel()])
     with peer_errors(Worker(stage, 0), f"sharing {what}"):
         group.broadcast(size, 0).wait()
         packed = packed if is_first else torch.empty(int(size), dtype=torch.uint8)
         group.broadcast(packed, 0).wait()
     if not is_first:
-        optimizer.load_state_dict(decode_state(packed.numpy().tobytes(), what))
+        state, scale = decode_state(packed.numpy().tobytes(), what)
+        optimizer.load_state_dict(state)
+        if scaler is not None:
+            scaler.load_state_dict(scale)

@@ -13,6 +13,7 @@ import math
 import resource
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from polyrhythm.errors import LaunchError, PeerError, UserError, peer_errors
 from polyrhythm.run.comm.comm_thread import CommThread
-from polyrhythm.run.comm.process_groups import new_gloo_group
+from polyrhythm.run.comm.process_groups import new_gloo_group, set_timeout, step_timeout
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.pipeline.batch import Microbatch
 from polyrhythm.run.pipeline.loss import Count, as_count
@@ -38,6 +39,7 @@ _PUBLISH_INTERVAL: Seconds = 0.5
 STEPS_TOGETHER = 4  # gathered at once if no callback reads them
 _REPORT_INTERVAL: Seconds = 0.25  # without callbacks
 _CLOSE_TIMEOUT: Seconds = 5.0
+_EVENT_POLL: Seconds = 2e-4
 
 
 class _Stop:
@@ -192,15 +194,33 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(on_device[0].device))
 
-    def read(self) -> list[float]:
+    def read(self, timeout: Seconds | None = None) -> list[float]:
+        """Wait for the numbers; raises PeerError after `timeout`, which is None without NCCL."""
         copied = iter(())
         if self._copied is not None:
-            self._event.synchronize()
+            if not self._event.query():
+                wait_for_event(self._event, timeout)
             copied = iter(self._copied.tolist())
         return [
             v if not isinstance(v, Tensor) else v.item() if v.is_cpu else next(copied)
             for v in self._values
         ]
+
+
+def wait_for_event(event: torch.cuda.Event, timeout: Seconds | None) -> None:
+    """Wait until the GPU has run an event; with a timeout poll, for NCCL's kernels may never end.
+
+    They wait for other workers, which may be lost.
+    """
+    if timeout is None:
+        event.synchronize()
+        return
+    start = time.monotonic()
+    while not event.query():
+        if (waited := time.monotonic() - start) > timeout:
+            cause = "kernels of NCCL still wait for it"
+            raise PeerError("another worker", action="a step", waited=waited, cause=cause)
+        time.sleep(_EVENT_POLL)
 
 
 def _local(value: Tensor | float) -> Tensor | float:
@@ -224,6 +244,7 @@ class Measured(msgspec.Struct):
     num_labels: float = 0.0
     grad_squares: float = 0.0
     learning_rate: float = 0.0
+    loss_scale: float = 0.0  # 0 for none
 
 
 _numbers = msgspec.structs.astuple
@@ -240,23 +261,30 @@ class MeasuredStep:
         counts: Sequence[Count],
         grad_squares: Tensor | float,
         learning_rate: Tensor | float,
+        loss_scale: Tensor | None,
         *,
         number: int,
         start: Seconds,
         end: Seconds,
+        nccl_timeout: Seconds | None,
     ) -> None:
-        """`number` counts its steps; `start` is of time.perf_counter(), `end` of monotonic()."""
+        """`number` counts its steps; `start` is of time.perf_counter(), `end` of monotonic().
+
+        `nccl_timeout` bounds the wait for the GPU; None without NCCL.
+        """
         self.measured, self.number, self.start, self.end = measured, number, start, end
+        self._nccl_timeout = nccl_timeout
         self._num_losses, self._is_read = len(losses), False
         if isinstance(learning_rate, Tensor):  # which the scheduler changes in place
             learning_rate = learning_rate.clone()
-        values = (*losses, *(counts if losses else ()), grad_squares, learning_rate)
+        scale = 0.0 if loss_scale is None else loss_scale
+        values = (*losses, *(counts if losses else ()), grad_squares, learning_rate, scale)
         self._numbers = HostCopy(values)
 
     def read(self) -> Measured:
         """Wait for the numbers and return them."""
         if not self._is_read:
-            *numbers, squares, rate = self._numbers.read()
+            *numbers, squares, rate, scale = self._numbers.read(self._nccl_timeout)
             total = weighted = 0.0
             for number in range(self._num_losses):
                 if count := numbers[self._num_losses + number]:  # the loss of no label is nan
@@ -265,6 +293,7 @@ class MeasuredStep:
             self.measured.num_labels = total
             self.measured.loss = weighted / total if total else 0.0
             self.measured.grad_squares, self.measured.learning_rate = squares, rate
+            self.measured.loss_scale = scale
             self._is_read = True
         return self.measured
 
@@ -285,6 +314,8 @@ class MetricGather:
 
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
         self._group, self._timeout = new_gloo_group(ranks, _WHAT, timeout=timeout), timeout
+        set_timeout(self._group, step_timeout(timeout, 0))  # `start` bounds each wait
+        self._num_gathers = 0
         # One gather at a time. For so few numbers `struct` takes less time than numpy or torch.
         self._num_ranks, self._rank = len(ranks), self._group.rank()
         self._empty = bytes(STEPS_TOGETHER * len(ranks) * _row.size)
@@ -300,14 +331,16 @@ class MetricGather:
         Return a function that waits for the numbers of all workers, by step; it raises PeerError.
         """
         started = self._thread.start(lambda: self._gather(steps))
+        timeout = step_timeout(self._timeout, self._num_gathers)
+        self._num_gathers += 1
 
         def wait() -> list[list[Measured]]:
             try:
-                found: list[list[Measured]] = started.future.result(self._timeout)
+                found: list[list[Measured]] = started.future.result(timeout)
             except TimeoutError:
                 cause = "it is alive, but has not ended its step"
                 raise PeerError(
-                    "another worker", action=f"gathering {_WHAT}", waited=self._timeout, cause=cause
+                    "another worker", action=f"gathering {_WHAT}", waited=timeout, cause=cause
                 ) from None
             return found
 
@@ -414,6 +447,7 @@ def summarize(workers: Sequence[Measured], own: WorkerStep) -> StepInfo:
         num_tokens=None if math.isnan(num_tokens) else int(num_tokens),
         learning_rate=workers[0].learning_rate,
         grad_norm=math.sqrt(sum(each.grad_squares for each in workers) / len(pipelines)),
+        loss_scale=workers[0].loss_scale or None,
         seconds=max(each.seconds for each in pipelines),
         peak_memory=int(max(each.peak_memory for each in workers)),
         pipelines=pipelines,

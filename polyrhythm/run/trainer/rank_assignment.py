@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyrhythm.errors import PlanError
+from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import job_mesh
@@ -117,6 +117,63 @@ class JobProcesses:
         return JobStore(backend, self._ctx.rank, timeout=self.timeout, name_of=name_of)
 
 
+class Gpu(msgspec.Struct, frozen=True):
+    """The GPU of a worker, as NCCL knows it."""
+
+    host: str
+    uuid: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Gpu | None":
+        """Return the GPU of a worker that may use NCCL; None for others."""
+        if device.type != "cuda" or not dist.is_nccl_available():
+            return None
+        host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+        return cls(host, str(torch.cuda.get_device_properties(device).uuid))
+
+
+def choose_sites(
+    backend: str, gpus: Sequence[Gpu | None], regions: Sequence[str]
+) -> list[str | None]:
+    """Return the site of each worker, by rank; None for those that communicate over gloo alone.
+
+    Workers of one site communicate over NCCL. With auto it is the region of the plan, for GPUs that
+    only one worker uses; with nccl all workers are one site.
+    """
+    shared = {gpu for gpu, number in Counter(gpus).items() if gpu is not None and number > 1}
+    if backend == "nccl":
+        for rank, gpu in enumerate(gpus):
+            if gpu is None or gpu in shared:
+                others = [str(i) for i, other in enumerate(gpus) if other == gpu and i != rank]
+                why = "has no GPU" if gpu is None else f"shares its GPU with {', '.join(others)}"
+                raise LaunchError(
+                    f'backend="nccl", and worker {rank} {why}',
+                    expected="a GPU for each worker of a machine: NCCL refuses two on one",
+                    fix='DeviceConfig(backend="auto") or "gloo", or start a worker per GPU',
+                )
+        return [""] * len(gpus)
+    if backend == "gloo":
+        return [None] * len(gpus)
+    return [
+        None if gpu is None or gpu in shared else region
+        for gpu, region in zip(gpus, regions, strict=True)
+    ]
+
+
+def describe_sites(sites: Sequence[str | None]) -> str:
+    """Return which workers use NCCL, for the user."""
+    sizes = Counter(site for site in sites if site is not None)
+    several = {site: number for site, number in sizes.items() if number > 1}
+    if not several:
+        return "gloo between all workers"
+    parts = [f"NCCL between {n} workers{site and f' in {site}'}" for site, n in several.items()]
+    if None in sites:
+        parts.append("gloo between the others")
+    elif len(sizes) > 1:
+        parts.append("gloo between regions")
+    return ", ".join(parts)
+
+
 def assign_ranks(plan: Plan, names: Sequence[str]) -> list[int]:
     """Return each process's rank in the plan; `names` are devices by launcher rank."""
     if len(names) != plan.num_workers:
@@ -194,12 +251,16 @@ class JobMembership:
         return job_mesh(num_pipelines, num_stages, device_type=device_type, timeout=self.timeout)
 
     def device(self, wanted: torch.device | str | None) -> torch.device:
-        """Return `wanted`, or by default this process's GPU if the machine has GPUs."""
-        if wanted is not None:
-            return torch.device(wanted)
-        if torch.cuda.is_available():
+        """Return `wanted`, or by default this process's GPU if the machine has GPUs.
+
+        A wanted "cuda" is this process's GPU, too.
+        """
+        has_gpu = torch.cuda.is_available()
+        default = "cuda" if has_gpu else "cpu"
+        device = torch.device(default if wanted is None else wanted)
+        if str(device) == "cuda" and has_gpu:
             return torch.device("cuda", self.ctx.local_rank % torch.cuda.device_count())
-        return torch.device("cpu")
+        return device
 
     def leave(self) -> None:
         """Leave the process group; all processes call it."""

@@ -15,6 +15,7 @@ from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
 from polyrhythm.errors import LaunchError, UserError
 from polyrhythm.events import WORKERS
+from polyrhythm.plan.options import Recompute
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.sync.decision_log import decision_log_paths, later_paths
@@ -52,14 +53,17 @@ class PlanKey:
     microbatch_size: int | None  # None matches any
     sync: str
     num_stages: int | None = None  # None matches any
+    recompute: Recompute = "auto"
 
     def is_matched_by(self, plan: Plan) -> bool:
         devices = [name for pipeline in plan.pipelines for name in pipeline.devices]
+        recompute = (True,) * plan.num_stages if self.recompute == "always" else ()
         return (
             sorted(devices) == sorted(self.devices)
             and (plan.model, plan.batch, plan.sync) == (self.model, self.batch, self.sync)
             and self.microbatch_size in (None, plan.microbatch_size)
             and self.num_stages in (None, plan.num_stages)
+            and (self.recompute == "auto" or plan.recompute == recompute)
         )
 
 

@@ -311,3 +311,10 @@ def make_sampler(
         return BalancedShareSampler(steps, sync)
     averages_gradients = mode.averages == "gradients"
     return FixedShareSampler(steps, shares, pipeline, averages_gradients=averages_gradients)
+
+
+def sum_of_weights(mode: SyncMode, global_batch: GlobalBatch, num_pipelines: int) -> int:
+    """Return the sum over pipelines of the weights of their losses, if gradients are averaged."""
+    if mode.averages != "gradients" or num_pipelines == 1:
+        return 1
+    return global_batch.num_microbatches if mode.balances_microbatches else num_pipelines

@@ -1,7 +1,8 @@
 """Sync strategies of the training loop: none, group averaging, or decoupled all-reduce.
 
 All have the same interface: `update` after each batch, `average_all` before others read the
-weights, `close` at the end.
+weights, `close` at the end. A decoupled one may `pause` between two fits instead, so that the
+optimizer state stays sharded.
 """
 
 import math
@@ -24,10 +25,48 @@ from polyrhythm.sync.modes import SyncMode
 from polyrhythm.types import AverageTimings, Seconds, Worker
 
 
+class LossScaler(torch.amp.GradScaler):
+    """torch's GradScaler of one stage, which also skips a step for the gradients of other stages.
+
+    The scale is that of the mean loss over the global batch: with any number of pipelines,
+    gradients overflow at the same scale. On a GPU the scale stays there, and no method waits for
+    it, except that `step` does so if the optimizer is not fused.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device.type)
+        self.device, self._one = device, torch.ones((), device=device)
+        # The sum over pipelines of the weights of their losses, before gradients are averaged.
+        self.sum_of_weights = 1
+
+    def current(self) -> Tensor:
+        """Return a copy of the current scale, on the device."""
+        return self.scale(self._one)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        inverse = inv_scale * self.sum_of_weights
+        return super()._unscale_grads_(optimizer, inverse, found_inf, allow_fp16)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        found: dict[Any, Tensor] = self._found_inf_per_device(optimizer)
+        if not found:  # this stage has no gradient: its layers are frozen
+            found[self.device] = torch.zeros((), device=self.device)
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Let `step` skip the update, and `update` lower the scale; after `unscale_`."""
+        for found in self._found_inf_per_device(optimizer).values():
+            found.fill_(1.0)
+
+
 class NoSync:
     """The strategy of a single pipeline; base class of the others."""
 
     sync: GroupSync | None = None
+    scaler: LossScaler | None = None  # of the loss in float16
+    loss_scale: Tensor | None = None  # of the last step
     # Of the last gradients, before clipping: summed over stages and averaged over pipelines, the
     # square of their norm. On a GPU it may still be computed.
     grad_squares: Tensor | float = 0.0
@@ -37,18 +76,66 @@ class NoSync:
         self.optimizer = optimizer  # the one whose learning rates are scheduled
         self._pipeline, self._clip = pipeline, clip
 
+    def scale_loss(self) -> None:
+        """Before each step: scale the loss, if there is a scaler."""
+        if self.scaler is not None:
+            self.loss_scale = self.scaler.current()
+            self._pipeline.set_loss_scale(self.loss_scale / self.scaler.sum_of_weights)
+
     def update(self, acknowledge: Callable[[], None]) -> None:
         """Step the optimizer, `acknowledge` the samples, then synchronise.
 
         In this order: a peer of the average may wait until the last samples are acknowledged.
         """
-        if self.drops_non_finite and self.drop_non_finite():
+        if self.scaler is not None:
+            self._step_scaled(self.scaler)
+        elif self.drops_non_finite and self._skips_on_device:
+            self.clip()
+            self._step_if_finite()
+        elif self.drops_non_finite and self.drop_non_finite():
             self.grad_squares = math.nan
+            self.optimizer.step()
         else:
             self.clip()
-        self.optimizer.step()
+            self.optimizer.step()
         acknowledge()
         self.optimizer.zero_grad()
+
+    def _step_scaled(self, scaler: LossScaler) -> None:
+        """Unscale, clip and step; if any stage has a gradient that is not finite, skip the step.
+
+        Stages learn of it from the norm of all gradients, which clipping needs, too.
+        """
+        scaler.unscale_(self.optimizer)
+        self.clip()
+        if self._pipeline.num_stages > 1:
+            squares = torch.tensor(float(self.grad_squares), dtype=torch.float64)
+            if self._clip is None:
+                squares = self._pipeline.norm_over_stages(squares.sqrt(), 2.0)
+            if not squares.isfinite():
+                scaler.skip(self.optimizer)
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    @property
+    def _skips_on_device(self) -> bool:
+        """Whether the optimizer can skip a step without the host knowing whether it does."""
+        is_alone = type(self) is NoSync and self._pipeline.num_stages == 1
+        is_on_gpu = self._pipeline.device.type == "cuda"
+        return is_alone and is_on_gpu and hasattr(self.optimizer, "_step_supports_amp_scaling")
+
+    def _step_if_finite(self) -> None:
+        """Step; a fused optimizer changes nothing if the norm of the gradients is not finite.
+
+        It gets the mark that a GradScaler would give it, and skips the step as for one.
+        """
+        squares: Any = torch.as_tensor(self.grad_squares)
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = squares.isfinite().logical_not().float()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf
 
     def clip(self) -> None:
         """Clip the gradients if that is wanted, and measure their norm."""
@@ -145,11 +232,12 @@ class DecoupledStrategy(NoSync):
         clip: float | None,
         *,
         process_group: dist.ProcessGroup | None,
+        site: str | None,
         timeout: Seconds,
     ) -> None:
         super().__init__(pipeline, optimizer, clip)
         self._distributed = DistributedOptimizer(
-            optimizer, pipeline, process_group=process_group, timeout=timeout
+            optimizer, pipeline, process_group=process_group, site=site, timeout=timeout
         )
         self.optimizer = self._distributed
         self._state_future: Future[dict[str, Any]] | None = None
@@ -181,6 +269,18 @@ class DecoupledStrategy(NoSync):
     def average_all(self) -> None:
         self.synchronize()
 
+    def pause(self) -> None:
+        """Complete the weights and leave the model free until `resume`, as between two fits."""
+        self._distributed.detach()
+
+    def resume(self) -> None:
+        """Continue after `pause`; all replicas call it."""
+        try:
+            self._distributed.attach()
+        except BaseException:
+            self.abort()
+            raise
+
     def close(self) -> None:
         self._wait_for_state()  # the first pipeline needs what this one sends
         self._distributed.close()
@@ -204,6 +304,7 @@ def make_sync_strategy(
     worker: Worker,
     num_pipelines: int,
     process_group: dist.ProcessGroup | None,
+    site: str | None,
     seed: int,
     timeout: Seconds,
     sampler_state: SamplerState,
@@ -211,13 +312,14 @@ def make_sync_strategy(
 ) -> NoSync:
     """Make the strategy of a sync mode: `decoupled`, or a policy; `name` is unique in the job.
 
-    `process_group`: the replicas of this stage, if they are not all of the job's.
+    `process_group`: the replicas of this stage, if they are not all of the job's; `site`: those of
+    the workers that communicate over NCCL.
     """
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
     if mode.decoupled:
         return DecoupledStrategy(
-            pipeline, optimizer, clip, process_group=process_group, timeout=timeout
+            pipeline, optimizer, clip, process_group=process_group, site=site, timeout=timeout
         )
     sync = GroupSync(
         pipeline,

@@ -45,7 +45,13 @@ from polyrhythm.run.pipeline.loss import LossFunction
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition, build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.autoplan import choose_global_batch, choose_plan, choose_shares
-from polyrhythm.run.trainer.check_model import check_loss, check_stages, find_split
+from polyrhythm.run.trainer.check_model import (
+    check_loss,
+    check_placement,
+    check_stages,
+    find_split,
+    use_float8,
+)
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import (
     CheckpointConfig,
@@ -60,10 +66,18 @@ from polyrhythm.run.trainer.fit_loop import FitContext, FitLoop, TrainProgress
 from polyrhythm.run.trainer.metrics import Callback
 from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
 from polyrhythm.run.trainer.preemption import PreemptionHandler
-from polyrhythm.run.trainer.rank_assignment import LEADER, JobProcesses, join_job, machine_name
+from polyrhythm.run.trainer.rank_assignment import (
+    LEADER,
+    Gpu,
+    JobProcesses,
+    choose_sites,
+    describe_sites,
+    join_job,
+    machine_name,
+)
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sampler import DataSettings
-from polyrhythm.run.trainer.sync_strategy import NoSync
+from polyrhythm.run.trainer.sync_strategy import LossScaler, NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sinks.metrics import METRICS, JsonLines, Logger, StepInfo
@@ -121,6 +135,8 @@ class Trainer:
         lr_scheduler_fn="lr_schedule=",
         autocast="device=DeviceConfig(autocast=...)",
         memory_limit="device=DeviceConfig(memory_limit=...)",
+        recompute="device=DeviceConfig(recompute=...)",
+        backend="device=DeviceConfig(backend=...)",
         callbacks="fit(callbacks=...)",
         progress="fit(progress=...)",
         train_dataset="dataset=",
@@ -174,7 +190,8 @@ class Trainer:
         overlapping groups if that is predicted to save a quarter of each step.
 
         `run_dir` is a folder for logs and checkpoints, shared by all processes. `timeout` bounds
-        every wait for another process; rank 0 may take 30 times as long to make a plan.
+        every wait for another process; rank 0 may take 30 times as long to make a plan, and the
+        first two steps, in which workers compile, may take half an hour.
         """
         arguments = locals()  # nothing else yet
         if not isinstance(sync, SyncConfig):
@@ -194,7 +211,9 @@ class Trainer:
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
         make_reader(dataset, order)  # rejects an unusable dataset before anything is opened
         whole = build_model(model, config.data.seed)
+        check_placement(whole)
         check_loss(config, whole)
+        config.device.check_parameters(whole.named_parameters())
         processes = JobProcesses(timeout)
         find_split(config, whole, dataset, processes.num_processes)
         self.plan = choose_plan(config, whole, dataset, processes)
@@ -208,10 +227,16 @@ class Trainer:
         self._check_sync(store)
         self._open_files(store)
         torch_device = membership.device(config.device.name)
+        if torch_device.type == "cuda":
+            torch.cuda.set_device(torch_device)
+        self._check_capabilities(torch_device, store)
+        self._site = self._choose_site(torch_device, store)
         # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
         self.device_mesh = membership.device_mesh(torch_device.type)
         group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
-        part = config.split.extract_stage(whole, self.worker.stage, self.plan.layers_per_stage)
+        stage, layers_per_stage = self.worker.stage, self.plan.layers_per_stage
+        recompute = self.plan.recomputes(stage)
+        part = config.split.extract_stage(whole, stage, layers_per_stage, recompute=recompute)
         self.pipeline = self._build_pipeline(part, torch_device, group)
         self._samples = self._make_loader(dataset, order)
         self._checkpointer = self._make_checkpointer(part, group, store)
@@ -220,6 +245,7 @@ class Trainer:
         self._context = self._make_context(store)
         try:
             self._progress = TrainProgress(optimizer=self._context.new_optimizer())
+            self._progress.scaler = self._make_scaler(self._progress.optimizer)
         except BaseException:  # otherwise SIGTERM would stay caught
             self._preemption.close()
             raise
@@ -305,7 +331,8 @@ class Trainer:
             self._begin_run("fit()", overwrite=overwrite)
             self._record_run(fit_loop.num_steps - self.global_step)
             self._run(fit_loop)
-            self._context = fit_loop.context  # without the pipelines that were lost
+            # Without the pipelines that were lost.
+            self._context = replace(fit_loop.context, note="")
         elif fit_loop.num_steps and self.worker == LEADER:
             _logger.warning(
                 "nothing to train: %d steps are done, of %d", self.global_step, fit_loop.num_steps
@@ -353,6 +380,7 @@ class Trainer:
     def save(self) -> None:
         """Save a checkpoint of the current state; it is on disk when this returns.
 
+        All workers call it: after a decoupled `fit` each has a shard of the optimizer state.
         After an error in `fit`, such as Ctrl-C, the state is that after the last complete step; if
         it is not known on all stages of the first pipeline, raise LaunchError.
         """
@@ -360,7 +388,7 @@ class Trainer:
         checkpointer, progress = self._require_checkpointer(), self._progress
         self._check_last_step()
         self._begin_run("save()")
-        strategy = NoSync(self.pipeline, progress.optimizer, None)
+        strategy = progress.paused or NoSync(self.pipeline, progress.optimizer, None)
         extra = self._context.extra(progress, progress.sampler_state)
         checkpointer.save(self.global_step, strategy, extra, blocking=True)
         checkpointer.wait()
@@ -412,6 +440,8 @@ class Trainer:
         self._preemption.close()
         self._samples.close()
         self._close_metrics()
+        if self._progress.paused is not None:
+            self._progress.paused.close()
         self.pipeline.close()
         if self._checkpointer is not None:
             self._checkpointer.close()
@@ -433,6 +463,8 @@ class Trainer:
             self._preemption.close()
             self._samples.close()
             self._close_metrics()
+            if self._progress.paused is not None:
+                self._progress.paused.abort()
             self.pipeline.__exit__(kind, error, trace)
             self._close_files()
             self._membership.abandon()
@@ -442,6 +474,8 @@ class Trainer:
     ) -> Pipeline:
         config, worker = self._config, self.worker
         part.module.to(device)
+        if config.device.float8:
+            use_float8(part.module, device)
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
             part,
@@ -456,6 +490,7 @@ class Trainer:
             compute=EmulatedCompute.from_environment(os.environ) if in_lab else None,
             pipeline=worker.pipeline,
             seed=config.data.seed if config.data.seed_dropout else None,
+            site=self._site,
         )
         planned = self.plan.pipelines[worker.pipeline].schedule
         if config.schedule == AUTO != planned:
@@ -485,6 +520,8 @@ class Trainer:
             preemption=self._preemption,
             metric_store=membership.job_store("metrics"),
             machines=self._gather_machines(store),
+            site=self._site,
+            note=self._backend_note,
         )
 
     def _make_checkpointer(
@@ -564,6 +601,38 @@ class Trainer:
             check_sync(self._config.sync, num_stages=num_stages, num_pipelines=num_pipelines)
             if self._config.sync.has_coordinator:
                 check_worker_keys(store, self._membership.members)
+
+    def _choose_site(self, device: torch.device, store: JobStore) -> str | None:
+        """Return the workers with which this one communicates over NCCL; None for none."""
+        members, plan = self._membership.members, self.plan
+        own = Gpu.of(device)
+        kind: Any = Gpu | None
+        gpus = store.all_gather_object("backends", own, members, as_type=kind)
+        regions = [plan.region_of(plan.worker(rank)) for rank in members.ranks]
+        sites = choose_sites(self._config.device.backend, gpus, regions)
+        self._backend_note = ""
+        if device.type == "cuda" and len(sites) > 1:
+            self._backend_note = f"backend: {describe_sites(sites)}"
+        return sites[plan.rank(self.worker)]
+
+    def _check_capabilities(self, device: torch.device, store: JobStore) -> None:
+        """Refuse a precision that the GPU of any process lacks, in all processes."""
+        own: tuple[Any, ...] | None = None
+        if device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            own = capability, f"{torch.cuda.get_device_name(device)} of {self.worker}"
+        for found in store.all_gather_object("GPUs", own, self._membership.members):
+            if found is not None:
+                self._config.device.check_capability(tuple(found[0]), found[1])
+
+    def _make_scaler(self, optimizer: Optimizer) -> LossScaler | None:
+        """Make the scaler of float16; freeze what is not trained: nobody unscales its gradients."""
+        if self._config.device.autocast is not torch.float16:
+            return None
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and parameter in trained)
+        return LossScaler(self.pipeline.device)
 
     def _gather_machines(self, store: JobStore) -> list[str]:
         """Return the machines by rank, for sync="auto"; warn if it can only stay in lockstep."""
@@ -686,7 +755,7 @@ class Trainer:
             order,
             self._config.collate_fn,
             seed=self._config.data.seed,
-            workers=self._config.data.workers,
+            workers=self._config.data.workers(self.pipeline.device),
             batch_size=self._global_batch.size,
             num_shards=self._config.data.stream_shards,
         )
