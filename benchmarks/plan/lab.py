@@ -211,7 +211,7 @@ def lab_rows(
 def emulated_workers(plan: Plan, problem: Problem) -> list[EmulatedWorker]:
     """Return what each worker computes and sends, in rank order."""
     assert plan.microbatch_size is not None, "the plan is complete"
-    stages = problem.stages(plan.layers_per_stage, plan.microbatch_size)
+    stages = problem.stages(plan.layers_per_stage, plan.microbatch_size, plan.recompute)
     workers = []
     for rank in range(plan.num_workers):
         worker = plan.worker(rank)

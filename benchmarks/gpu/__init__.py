@@ -1,0 +1,1 @@
+"""One GPU: the Trainer, Pipeline and DistributedOptimizer against plain PyTorch."""
