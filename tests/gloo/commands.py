@@ -1,5 +1,6 @@
 """Run commands of polyrhythm, and code without it."""
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 
 from polyrhythm.cli import main
 from polyrhythm.processes import Child
+
+_LONGEST = 90.0  # seconds that a command may take
 
 
 class ForkedCommand:
@@ -36,6 +39,7 @@ class ForkedCommand:
                 os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream)
             sys.stdout = os.fdopen(1, "w", buffering=1)
             sys.stderr = os.fdopen(2, "w", buffering=1)
+            faulthandler.dump_traceback_later(_LONGEST - 10)  # into stderr: where it waits
             before()
             main(arguments)
 
@@ -65,8 +69,8 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; `before` may change modules in its process."""
     with ForkedCommand(*arguments, cwd=cwd, env=env, before=before) as command:
-        status = command.child.wait(90)
-        assert status is not None, "not done in time"
+        status = command.child.wait(_LONGEST)
+        assert status is not None, f"not done in time:\n{command.stderr}"
         return subprocess.CompletedProcess(arguments, status, command.stdout, command.stderr)
 
 

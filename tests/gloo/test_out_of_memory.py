@@ -203,6 +203,7 @@ def raised(error: Exception) -> Iterator[None]:
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
         (RuntimeError("Connection closed by peer"), False),
