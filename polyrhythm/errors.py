@@ -82,7 +82,7 @@ def peer_errors(peer: object, action: str) -> Iterator[None]:
         raise PeerError(str(peer), action=action, waited=waited, cause=short_cause(error)) from None
 
 
-# Of torch's allocator of host memory (which says the rest in two ways, by platform), of CUDA without
+# Of torch's allocator of host memory (how it continues depends on the platform), of CUDA without
 # torch's own allocator, and of its libraries.
 _FAILED_ALLOCATIONS = "DefaultCPUAllocator: ", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
 

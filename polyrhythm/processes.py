@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, TextIO
 
@@ -30,7 +30,6 @@ TERMINATED = 128 + signal.SIGTERM  # as in a shell: a clean exit after SIGTERM
 INTERRUPTED = 128 + signal.SIGINT  # and after Ctrl-C
 
 _fork = multiprocessing.get_context("fork")
-_frozen_in: int | None = None  # the process whose heap `freeze_heap` has frozen
 
 
 class Failure(NamedTuple):
@@ -83,7 +82,8 @@ class Child:
         # Opened by the owner, so that the file exists at once and the owner gets an error.
         file = None if output is None else output.open("w", buffering=1)
         self._process = _fork.Process(target=_run, args=(work, owner, file, self._failure_file))
-        self._process.start()
+        with _no_collection():
+            self._process.start()
         assert self._process.pid is not None, "it was started"
         self.pid = self._process.pid
         self._status: int | None = None
@@ -179,27 +179,6 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
 
 
-def freeze_heap() -> Callable[[], None]:
-    """Freeze all objects before forks: a collection in a child would touch, and so copy, them.
-
-    Return the function that undoes it. A heap that is frozen already stays so; to collect a large
-    one takes a quarter of a second.
-    """
-    global _frozen_in
-    if _frozen_in == os.getpid():
-        return lambda: None
-    gc.collect()
-    gc.freeze()
-    _frozen_in = os.getpid()
-    return _unfreeze_heap
-
-
-def _unfreeze_heap() -> None:
-    global _frozen_in
-    gc.unfreeze()
-    _frozen_in = None
-
-
 def wait_for_any(children: Sequence[Child], timeout: Seconds) -> None:
     """Return when one of the running `children` ends, none runs, or `timeout` has passed."""
     # Children whose end was not seen yet, without a new check: a child that ends between the
@@ -224,12 +203,27 @@ def _die_with(owner: int) -> None:
         os._exit(FAILED)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
 def _run(
     work: Callable[[], object],
     owner: int | None,
     file: TextIO | None,
     failure_file: IO[str] | None,
 ) -> None:
+    # No collection in this process touches, and so copies, the owner's objects, or ends one that
+    # waits for a thread of the owner, such as a store: this process has no such thread.
+    gc.freeze()
+    gc.enable()
     os.setsid()
     if owner is not None:
         _die_with(owner)

@@ -14,8 +14,6 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-from polyrhythm.processes import freeze_heap
-
 # No time limit per example: a busy machine is no failure. pytest-timeout bounds the whole test.
 # `make test` draws the same examples every time, so that it passes or fails for the change at hand;
 # `make test-all` draws others, and more.
@@ -82,11 +80,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("alone") and LAB not in item.path.parents:
         raise pytest.UsageError(f"{item.nodeid} is marked alone: such tests belong in {LAB}")
-
-
-def pytest_collection_finish() -> None:
-    """Spare every job of a test the collection of this process's large heap."""
-    freeze_heap()
 
 
 NEEDS_PROCESSES = {

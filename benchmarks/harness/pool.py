@@ -31,7 +31,7 @@ import numpy as np
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError, PeerError, UserError
 from polyrhythm.lab.lab import Lab
-from polyrhythm.processes import Child, end_all, freeze_heap, wait_for_all
+from polyrhythm.processes import Child, end_all, wait_for_all
 from polyrhythm.types import Seconds
 
 PORT = 29500  # of the rendezvous: each host of a lab has its own ports
@@ -163,11 +163,7 @@ class LocalHosts:
         self, host: str, function: Callable[..., object], *args: object, output: Path | None = None
     ) -> Child:
         output = None if self._inherits_output else output
-        unfreeze = freeze_heap()
-        try:
-            return Child(partial(_on_loopback, function, args), output=output)
-        finally:
-            unfreeze()
+        return Child(partial(_on_loopback, function, args), output=output)
 
     def address(self, host: str) -> str:
         return _LOOPBACK

@@ -196,7 +196,6 @@ def _loaded_coordinator(
 
 
 def _serve(setup: Setup, keys: JobKeys, log: Path, write: int) -> None:
-    gc.freeze()  # objects of the parent are not this process's to collect
     until = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: until.set())
     coordinator = Coordinator(setup, bind="tcp://127.0.0.1:0", keys=keys.server_keys, log=log)

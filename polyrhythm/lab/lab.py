@@ -41,7 +41,7 @@ from polyrhythm.lab.commands import (
 from polyrhythm.lab.program import run_program
 from polyrhythm.lab.switch import serve
 from polyrhythm.lab.timeline import link_command, scenario_commands
-from polyrhythm.processes import Child, end_all, freeze_heap, wait_for_any
+from polyrhythm.processes import Child, end_all, wait_for_any
 from polyrhythm.types import BytesPerSecond, Seconds
 
 # Total traffic that the switch carries on time: `polyrhythm bench lab` measures 3.2 Gbit/s on time
@@ -73,7 +73,6 @@ class Lab:
         self.started_at: Seconds | None = None  # time.monotonic() at `play`
         self._network: list[namespace.Host] = []
         self._switch: Child | None = None
-        self._unfreeze: Callable[[], None] = lambda: None
         self.children: list[Child] = []
 
     def __enter__(self) -> Self:
@@ -99,7 +98,6 @@ class Lab:
         return self
 
     def _start_switch(self, listening: socket.socket, switch_socket: socket.socket) -> None:
-        self._unfreeze = freeze_heap()
         named = list(zip(self.hosts, self._network, strict=True))
         channels, owner = _channels(self.cluster), os.getpid()
         # The switch outlives its owner briefly, to kill the host processes and remove the socket.
@@ -126,8 +124,6 @@ class Lab:
             os.close(host.namespace)
             os.close(host.tun)
         self._network.clear()
-        self._unfreeze()
-        self._unfreeze = lambda: None
 
     def address(self, host: str) -> str:
         return self._network[self._index(host)].address

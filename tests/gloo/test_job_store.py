@@ -1,7 +1,6 @@
 """JobStore: values, errors and timeouts of the members of an agreement."""
 
 import ctypes
-import gc
 import os
 import signal
 import threading
@@ -51,12 +50,6 @@ class Record:
 def run_members(
     num: int, work: Callable[[JobStore, Members], Any], timeout: float = TIMEOUT
 ) -> list[Any]:
-    results = _results(num, work, timeout)
-    gc.collect()  # a process that a later test forks would abort if it collected a store's thread
-    return results
-
-
-def _results(num: int, work: Callable[[JobStore, Members], Any], timeout: float) -> list[Any]:
     """Run `work` for each member in a thread of its own, over one store; exceptions are results."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT))
     members = Members(tuple(range(10, 10 + num)), epoch=3)

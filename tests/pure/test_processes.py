@@ -12,9 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyrhythm import processes
 from polyrhythm.errors import LaunchError, PeerError
-from polyrhythm.processes import Child, end_all, freeze_heap, wait_for_all, wait_for_any
+from polyrhythm.processes import Child, end_all, wait_for_all, wait_for_any
 
 
 def fail() -> None:
@@ -118,16 +117,28 @@ def test_wait_for_any_returns_for_an_unseen_exit() -> None:
         end_all([quick, slow])
 
 
-def test_heap_is_frozen_for_forks_unless_it_is_frozen_already() -> None:
-    processes._unfreeze_heap()  # tests/conftest.py has frozen it
+class Ending:
+    """Writes the process in which it is collected, as one that waits for a thread would wait."""
+
+    def __init__(self, file: Path) -> None:
+        self.itself, self.file = self, file
+
+    def __del__(self) -> None:
+        self.file.write_text(str(os.getpid()))
+
+
+def test_child_does_not_collect_objects_of_its_owner(tmp_path: Path) -> None:
+    gc.disable()
     try:
-        unfreeze = freeze_heap()
-        frozen = gc.get_freeze_count()
-        assert frozen > len(gc.get_objects())
-        freeze_heap()()
-        # A thread of the test run may free a few objects meanwhile.
-        assert gc.get_freeze_count() > frozen / 2, "an inner caller undoes only its own"
-        unfreeze()
-        assert gc.get_freeze_count() == 0
+        Ending(tmp_path / "owners")
+
+        def work() -> None:
+            assert gc.isenabled()
+            Ending(tmp_path / "childs")
+            gc.collect()
+
+        assert Child(work).wait(20) == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["childs"]
+        assert not gc.isenabled(), "as before the fork"
     finally:
-        freeze_heap()
+        gc.enable()

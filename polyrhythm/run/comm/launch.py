@@ -32,7 +32,6 @@ from polyrhythm.processes import (
     TERMINATED,
     Child,
     end_all,
-    freeze_heap,
     wait_for_any,
 )
 from polyrhythm.run.comm.process_groups import count_rounds
@@ -200,7 +199,6 @@ class LocalJob:
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
-        unfreeze = freeze_heap()
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listen_socket:
                 for rank, keys in enumerate(WorkerKeys.for_job(self._num_workers)):
@@ -208,8 +206,6 @@ class LocalJob:
         except BaseException:  # Ctrl-C, or the limit of processes is reached
             end_all(self._workers)
             raise
-        finally:
-            unfreeze()
         return self
 
     def _start(self, rank: int, listen_socket: socket.socket, keys: WorkerKeys) -> None:
