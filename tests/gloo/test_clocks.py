@@ -3,13 +3,20 @@
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from polyrhythm.cost.memory import StageMemory
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import autotune
-from polyrhythm.run.pipeline.autotune import ClockOffset, measure_offsets
+from polyrhythm.run.pipeline.autotune import (
+    ClockOffset,
+    StageReport,
+    combined_times,
+    measure_offsets,
+)
 from polyrhythm.run.pipeline.executor import DeviceClock, Moment
 from polyrhythm.run.pipeline.partition import linear_wiring
 from polyrhythm.run.pipeline.transport import Connections
@@ -128,3 +135,23 @@ def test_device_clock_follows_a_drift_and_stays_within_the_bounds() -> None:
             recorded = base + second
             found = clock.read(moment(drift * second, recorded))
             assert recorded - 1e-6 <= found <= time.perf_counter()
+
+
+def test_transfers_over_nccl_have_the_times_of_their_senders() -> None:
+    """Messages over gloo are timed by their receivers; of others, only the headers go over gloo."""
+    memory = StageMemory(weights=0, gradients=0, optimizer=0, activation=0, message=0)
+
+    def report(**links: Any) -> StageReport:
+        times = {"forward": 1.0, "backward": 2.0, "latency": 0.5, "step": 9.0, "deciding": 0.0}
+        links = {"activations": [], "gradients": []} | links
+        return StageReport(**times, memory=memory, limit=None, **links)
+
+    found = combined_times(
+        [
+            report(nccl_activation=0.1),
+            report(gradients=[0.3, 0.3], nccl_gradient=0.2),
+            report(activations=[0.4, 0.4]),
+        ]
+    )
+    links = [(link.busy, link.latency) for link in (*found.activations, *found.gradients)]
+    assert links == [((0.1,), 0.0), ((0.4,), 0.5), ((0.2,), 0.0), ((0.3,), 0.5)]

@@ -117,8 +117,7 @@ def check_weighted_means(loss: Callable[..., Any], kept: list[list[int]], seed: 
     for each, (output, _, _), count in zip(found, parts, counts, strict=True):
         each.objective(count / 2.0, 2.0, output).backward()  # 2.0: any unit
     total = sum(counts)
-    mean, number = mean_loss([each.mean() for each in found], counts)
-    assert number == total
+    mean = mean_loss([*(each.mean().item() for each in found), *counts])
     assert leaf.grad is not None
     if not total:
         assert mean is None
@@ -308,6 +307,16 @@ def test_a_loss_that_changes_what_it_counts_is_refused() -> None:
     function(None, None, num_samples=3)
     with pytest.raises(ScheduleError, match="returned a sum and a count, and earlier a mean"):
         function(None, None, num_samples=3)
+
+
+def test_labels_of_inference_tensors_are_counted() -> None:
+    """Under `torch.inference_mode` nobody knows whether a copy of the labels was changed."""
+    labels = torch.tensor([0, -100, 1, 2])
+    with torch.inference_mode():
+        found = LossFunction(cross_entropy, counts_labels=True)(
+            torch.randn(4, NUM_CLASSES), labels.clone(), num_samples=4, host_target=labels
+        )
+    assert found.count == 3
 
 
 def test_a_batch_that_is_not_split_is_a_mean_over_its_own_labels() -> None:

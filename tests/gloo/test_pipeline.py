@@ -21,7 +21,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
-from polyrhythm.types import Worker
+from polyrhythm.types import Op, Worker
 from tests.gloo.pipelines import (
     assert_close,
     assert_equal,
@@ -94,6 +94,18 @@ def test_training_loop_for_torch_schedules_runs_unchanged(tmp_path: Path) -> Non
         assert [output is None for output in reference["outputs"][:4]] == (
             [False, False, True, False] if number == 2 else [True] * 4
         )
+
+
+def test_eval_keeps_the_times_of_training_for_the_tuner() -> None:
+    inputs, target = random_batch(8, 8, seed=1)
+    with Pipeline(stack_of(2), 4, mse_loss, schedule="auto", memory_limit=2**40) as pipeline:
+        compute = pipeline._executor.stage
+        for _ in range(3):
+            pipeline.step(inputs, target=target)
+        compute.durations()
+        pipeline.step(inputs, target=target)
+        pipeline.eval(inputs, target=target)
+        assert [op for op, _, _ in compute.durations()] == 4 * [Op.F, Op.B]
 
 
 @pytest.mark.timeout(60)

@@ -56,6 +56,8 @@ class StageReport(msgspec.Struct, frozen=True):
     limit: Bytes | None
     activations: list[Seconds]  # how long each message from the previous stage occupied the link
     gradients: list[Seconds]  # the same from the next stage
+    nccl_activation: Seconds | None = None  # the same to the next stage, over NCCL
+    nccl_gradient: Seconds | None = None  # and to the previous one
 
 
 class ClockOffset(NamedTuple):
@@ -138,8 +140,8 @@ class ScheduleAutotuner:
         kind = max(self._samples, key=lambda kind: len(self._samples[kind].durations[Op.F]))
         sizes = dict(zip(header.kinds, header.sizes, strict=True))
         size = 1 if self.microbatch_sizes is None else sizes.get(kind, max(header.sizes))
-        reports = self._exchange_reports(self._samples[kind], activation_bytes.get(kind, 0))
-        self._times[size] = _times(reports)
+        reports = self._exchange_reports(kind, activation_bytes.get(kind, 0))
+        self._times[size] = combined_times(reports)
         self._memory[size] = [report.memory for report in reports]
         self._decide(step, size, header, reports)
         self._next = _TRIAL_STEPS if self._is_trial else _num_steps_until_next(self.every, reports)
@@ -211,10 +213,12 @@ class ScheduleAutotuner:
                 is_forward = transfer.action.op is Op.F
                 (samples.activations if is_forward else samples.gradients).append(transfer)
 
-    def _exchange_reports(self, samples: "_Samples", activation: Bytes) -> list[StageReport]:
+    def _exchange_reports(self, kind: MicrobatchKind, activation: Bytes) -> list[StageReport]:
         """Gather the reports of all stages."""
-        before, after = None, None
+        samples, before, after = self._samples[kind], None, None
+        sends: list[Seconds | None] = [None, None]
         if self.connections is not None:
+            sends = self.connections.quickest_sends(kind)
             self.clock_offsets = measure_offsets(self.connections)
             before, after = map(self.clock_offsets.get, _neighbours(self.connections))
         received = (*samples.activations, *samples.gradients)
@@ -230,6 +234,8 @@ class ScheduleAutotuner:
             limit=self.limit,
             activations=_busy(samples.activations, before),
             gradients=_busy(samples.gradients, after),
+            nccl_activation=sends[0],
+            nccl_gradient=sends[1],
         )
         if self.connections is None:
             return [own_report]
@@ -258,28 +264,43 @@ def _num_steps_until_next(every: int, reports: Sequence[StageReport]) -> int:
 
 
 def _busy(transfers: Sequence[Transfer], clock: ClockOffset | None) -> list[Seconds]:
-    """Return the busy times of the link from a neighbour, whose clock is given."""
+    """Return the busy times of the link over gloo from a neighbour, whose clock is given."""
     if clock is None:
         return []
-    timings = [MessageTiming(t.sent - clock.offset, t.posted, t.arrived) for t in transfers]
+    timings = [
+        MessageTiming(t.sent - clock.offset, t.posted, t.arrived)
+        for t in transfers
+        if not t.is_nccl
+    ]
     return busy_times(timings, latency=clock.latency)
 
 
-def _times(reports: Sequence[StageReport]) -> PipelineTimes:
+def combined_times(reports: Sequence[StageReport]) -> PipelineTimes:
     """Combine reports: link s carries activations to stage s+1 and gradients to stage s."""
     period = max(report.forward + report.backward for report in reports)
 
-    def links(received: Sequence[list[Seconds]]) -> tuple[LinkTimes, ...]:
+    def links(
+        received: Sequence[list[Seconds]], nccl: Sequence[Seconds | None]
+    ) -> tuple[LinkTimes, ...]:
         return tuple(
-            LinkTimes(busy=_recorded_or_mean(busy, period), latency=report.latency)
-            for report, busy in zip(reports[:-1], received, strict=True)
+            LinkTimes(
+                busy=_recorded_or_mean(busy, period) if sent is None else (sent,),
+                latency=report.latency if sent is None else 0.0,
+            )
+            for report, busy, sent in zip(reports[:-1], received, nccl, strict=True)
         )
 
     return PipelineTimes(
         forward=tuple(report.forward for report in reports),
         backward=tuple(report.backward for report in reports),
-        activations=links([report.activations for report in reports[1:]]),
-        gradients=links([report.gradients for report in reports[:-1]]),
+        activations=links(
+            [report.activations for report in reports[1:]],
+            [report.nccl_activation for report in reports[:-1]],
+        ),
+        gradients=links(
+            [report.gradients for report in reports[:-1]],
+            [report.nccl_gradient for report in reports[1:]],
+        ),
     )
 
 

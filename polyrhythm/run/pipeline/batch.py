@@ -8,7 +8,8 @@ smaller. The Trainer passes micro-batches that are separate already, each padded
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyrhythm.errors import ScheduleError
+from polyrhythm.errors import PeerError, ScheduleError
 from polyrhythm.run.pipeline.loss import Count, as_count
 from polyrhythm.run.pipeline.microbatch import (
     ArgumentTree,
@@ -28,9 +29,11 @@ from polyrhythm.run.pipeline.microbatch import (
 )
 from polyrhythm.run.pipeline.options import PipelineOptions
 from polyrhythm.sync.dispatch import Ranges
+from polyrhythm.types import Seconds
 
 # A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
 MicrobatchKind = int
+_EVENT_POLL: Seconds = 2e-4
 
 
 class BatchSlice(msgspec.Struct, frozen=True):
@@ -352,21 +355,64 @@ def _header_of(
     return BatchHeader(training, runs, metadata)
 
 
+class HostCopy:
+    """Numbers that a GPU may still compute: they are copied without waiting, and read later."""
+
+    def __init__(self, values: Iterable[Tensor | float]) -> None:
+        self._values = [_local(value) for value in values]
+        on_device = [v for v in self._values if isinstance(v, Tensor) and not v.is_cpu]
+        self._copied: Tensor | None = None
+        if on_device:
+            self._copied = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(on_device[0].device))
+
+    def read(self, timeout: Seconds | None = None) -> list[float]:
+        """Wait for the numbers; raises PeerError after `timeout`, which is None without NCCL."""
+        copied = iter(())
+        if self._copied is not None:
+            if not self._event.query():
+                wait_for_event(self._event, timeout)
+            copied = iter(self._copied.tolist())
+        return [
+            v if not isinstance(v, Tensor) else v.item() if v.is_cpu else next(copied)
+            for v in self._values
+        ]
+
+
+def wait_for_event(event: torch.cuda.Event, timeout: Seconds | None) -> None:
+    """Wait until the GPU has run an event; with a timeout poll, for NCCL's kernels may never end.
+
+    They wait for other workers, which may be lost.
+    """
+    if timeout is None:
+        event.synchronize()
+        return
+    start = time.monotonic()
+    while not event.query():
+        if (waited := time.monotonic() - start) > timeout:
+            cause = "kernels of NCCL still wait for it"
+            raise PeerError("another worker", action="a step", waited=waited, cause=cause)
+        time.sleep(_EVENT_POLL)
+
+
+def _local(value: Tensor | float) -> Tensor | float:
+    """Return a number or a tensor without dimensions; of one on a CPU, the number is read later."""
+    return value if type(value) is Tensor and value.is_cpu else as_count(value)
+
+
 def read_losses(losses: Sequence[Tensor], counts: Sequence[Count]) -> list[tuple[float, float]]:
     """Return mean and count of each micro-batch, with one copy from a GPU for all."""
-    values = [as_count(value) for value in (*losses, *counts)]
-    on_gpu = [value for value in values if isinstance(value, Tensor)]
-    copied = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
-    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]
+    numbers = HostCopy((*losses, *counts)).read()
     return list(zip(numbers[: len(losses)], numbers[len(losses) :], strict=True))
 
 
-def mean_loss(losses: Sequence[Tensor], counts: Sequence[Count]) -> tuple[float | None, float]:
-    """Return the mean over all labels, None without a label, and their number."""
-    found = read_losses(losses, counts)
-    total = sum(count for _, count in found)
-    mean = sum(loss * count for loss, count in found if count) / total if total else None
-    return mean, total
+def mean_loss(numbers: Sequence[float]) -> float | None:
+    """Return the mean over all labels, or None without one; of all losses, then all counts."""
+    losses, counts = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    total = sum(counts)
+    found = zip(losses, counts, strict=True)
+    return sum(loss * count for loss, count in found if count) / total if total else None
 
 
 def sizes_by_number(batch_size: int, num_microbatches: int) -> list[int]:

@@ -141,6 +141,7 @@ class StageCompute:
     activation_bytes: dict[int, Bytes] = field(default_factory=dict, init=False)  # by kind
     peak_in_flight: int = field(default=0, init=False)
     _saved: dict[int, _SavedForBackward] = field(default_factory=dict, init=False)
+    last_timing: "Timing | None" = field(default=None, init=False)  # None if none is taken
     _timings: deque[tuple[Op, int, "Timing"]] = field(default_factory=_LATEST, init=False)
 
     def forward(
@@ -211,23 +212,14 @@ class StageCompute:
         """Free the tensors saved for backwards that will not run."""
         self._saved.clear()
 
-    @property
-    def last_timing(self) -> "Timing | None":
-        """The times of the last action; None if they are not taken."""
-        return self._timings[-1][2] if self._timings else None
-
     def durations(self) -> list[tuple[Op, int, Seconds]]:
         """Return operation, kind and duration of each action since the last call.
 
-        On a GPU it waits for the last one.
+        Evaluations are left out. On a GPU it waits for the last action.
         """
         durations = [(op, kind, timing.duration()) for op, kind, timing in self._timings]
         self._timings.clear()
         return durations
-
-    def forget_durations(self) -> None:
-        """Forget the actions since the last call of `durations`."""
-        self._timings.clear()
 
     # Two calls: a context manager would cost more than the timing itself.
     def _start_timing(self) -> "Moment | None":
@@ -245,7 +237,9 @@ class StageCompute:
                 torch.cuda.current_stream(self.device).synchronize()
             self.compute.slow_down(op, time.perf_counter() - start.recorded)
         end = Moment(None if start.event is None else self._recorded_event())
-        self._timings.append((op, kind, Timing(start, end)))
+        self.last_timing = Timing(start, end)
+        if torch.is_grad_enabled():
+            self._timings.append((op, kind, self.last_timing))
 
     def _recorded_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -492,7 +486,7 @@ class Executor:
             self._longest_wait, self._waited_for = waited, inbox.route.peer
         self._waited += waited
         self._transfers.append((inbox.route.peer, transfer))
-        if self.log is not None:
+        if self.log is not None and not transfer.is_nccl:
             self.log.write(
                 "transfer",
                 start=self.log.at(self._transfer_start(inbox.route.peer, transfer)),

@@ -449,7 +449,9 @@ class _Reduction:
     def with_target_on_host(self, target: Any, host_target: Any) -> "_Reduction":
         """Count labels on the host, if they are all that were copied to the GPU, and unchanged."""
         found, copied = _integer_labels(host_target), _integer_labels(target)
-        if self.weight is not None or found is None or copied is None or copied._version:
+        if self.weight is not None or found is None or copied is None:
+            return self
+        if copied.is_inference() or copied._version:  # changed, or nobody knows
             return self
         is_same = self.target.data_ptr() == copied.data_ptr() and copied.is_contiguous()
         is_whole = self.target.numel() == copied.numel() and self.target.is_contiguous()

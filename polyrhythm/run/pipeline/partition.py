@@ -347,7 +347,9 @@ def _named_ties(
 def module_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
     """Return the device on which a stage runs: where its module is, unless given."""
     if device is not None:
-        return torch.device(device)
+        device = torch.device(device)
+        is_any = device.type == "cuda" and device.index is None
+        return torch.device("cuda", torch.cuda.current_device()) if is_any else device
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_meta:
         raise ScheduleError(

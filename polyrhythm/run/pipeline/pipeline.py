@@ -38,6 +38,7 @@ from polyrhythm.run.pipeline.batch import (
     BatchHeader,
     BatchSplitter,
     EndOfDataError,
+    HostCopy,
     Metadata,
     Microbatches,
     MicrobatchKind,
@@ -203,6 +204,7 @@ class Pipeline:
         self._connections = self._connect(partition.wiring, options, pipeline, seed, site)
         self.log = log if isinstance(log, EventLog) else None
         self._own_log: EventLog | None = None
+        self._unlogged: tuple[int, Seconds, Seconds, HostCopy] | None = None  # the last step
         if isinstance(log, str | Path):
             worker = Worker(self.stage, pipeline)
             self.log = self._own_log = EventLog(worker_log(Path(log), worker), worker)
@@ -484,10 +486,12 @@ class Pipeline:
             batch = self._begin(step_inputs)
             start = time.perf_counter()
             self._runner.run(batch)
-        if (log := self._own_log) is not None:
-            loss, _ = mean_loss(batch.losses, batch.loss_counts) if batch.losses else (None, 0.0)
-            values = {} if loss is None else {"loss": loss}  # on the last stage
-            log.write("step", start=log.at(start), step=batch.step, values=values)
+        if self._own_log is not None:
+            self._log_step()
+            numbers = HostCopy((*batch.losses, *batch.loss_counts))
+            self._unlogged = batch.step, start, time.perf_counter(), numbers
+            if self.device.type == "cpu":
+                self._log_step()
         self._executor.log_actions()
         self.num_steps += 1
         return self._results(batch, losses)
@@ -513,9 +517,7 @@ class Pipeline:
             self._executor.run(forwards, batch)
             if self._connections is not None:
                 self._connections.drain()
-        # The schedule is tuned by the times of training alone.
-        self._executor.stage.forget_durations()
-        self._executor.pop_transfers()
+        self._executor.pop_transfers()  # the schedule is tuned by the times of training alone
         self._executor.log_actions()
         return self._results(batch, losses)
 
@@ -562,8 +564,19 @@ class Pipeline:
         assert self._connections is not None, "a later stage"
         return self._connections.receive_data(nbytes)
 
+    def _log_step(self) -> None:
+        """Log the last step, if it is not: after the next one, a GPU has computed its loss."""
+        if (log := self._own_log) is None or self._unlogged is None:
+            return
+        (step, start, end, numbers), self._unlogged = self._unlogged, None
+        timeout = None if self._connections is None else self._connections.timeout
+        loss = mean_loss(numbers.read(timeout))
+        values = {} if loss is None else {"loss": loss}  # on the last stage
+        log.write("step", start=log.at(start), end=log.at(end), step=step, values=values)
+
     def finish_log(self) -> None:
         """Write the actions to the log that a GPU has not run yet; wait for them."""
+        self._log_step()
         self._executor.log_actions(is_last=True)
 
     def end_batches(self) -> None:

@@ -21,6 +21,7 @@ So no kernel waits for a stage that is far behind, all stages post in the same o
 connection of gloo tells that a peer is lost, which ends the kernels that wait for it.
 """
 
+import contextlib
 import os
 import queue
 import struct
@@ -73,6 +74,7 @@ _ALIGNMENT: Bytes = 64
 # `Outbox.drain` have the real timeout. A peer that dies closes its connections, noticed at once.
 _WAIT_TIMEOUT = timedelta(days=1)
 _JOIN_TIMEOUT: Seconds = 5.0  # for a thread without work
+_MAX_TIMED = 64  # the latest messages over NCCL whose times are kept
 _NUM_TAGS = 2**20  # more than are ever in flight at once
 _M = TypeVar("_M")  # what a box's thread waits for
 
@@ -216,7 +218,10 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The times of one received message; `sent` is on the sender's clock."""
+    """The times of one received message; `sent` is on the sender's clock.
+
+    Over NCCL they are those of its header: `Outbox.quickest_send` has the time of the tensors.
+    """
 
     action: Action
     kind: MicrobatchKind
@@ -224,6 +229,7 @@ class Transfer:
     sent: Seconds
     posted: Seconds
     arrived: Seconds
+    is_nccl: bool
     number: Count = 0.0  # that the sender has given to the message
 
 
@@ -246,8 +252,13 @@ class _Box(Generic[_M]):
         self._changed = threading.Condition()
         self._queue: queue.SimpleQueue[_M | None] = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(route.device) if route.device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._wait_for_messages, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        if self.route.device.type == "cuda":  # otherwise this thread would use the first GPU, too
+            torch.cuda.set_device(self.route.device)
+        self._wait_for_messages()
 
     def _wait_for_messages(self) -> None:
         raise NotImplementedError
@@ -397,6 +408,7 @@ class Inbox(_Box[_Posted]):
             sent=read_timestamp(posted.buffer),
             posted=posted.at,
             arrived=arrived,
+            is_nccl=self.route.nccl is not None,
             number=read_number(posted.buffer),
         )
         copy_event: torch.cuda.Event | None = None
@@ -453,6 +465,9 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
         self._in_flight: deque[str] = deque()  # names of messages that are not sent yet
         self._last_sent_at: Seconds = 0.0
         self._failure: tuple[str, str] | None = None  # message and cause
+        self._nccl_sends = deque[tuple[MicrobatchKind, torch.cuda.Event, torch.cuda.Event]](
+            maxlen=_MAX_TIMED
+        )
         super().__init__(route, f"send to {route.peer}")
 
     def layout(self, kind: MicrobatchKind) -> MessageLayout | None:
@@ -475,7 +490,7 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
             payload = layout.announcement()
             self._track_send(f"layout of {action}", payload, self._start_send(payload, tag + 1))
         if self.route.nccl is not None:
-            self._send_nccl(action, tensors, number, tag)
+            self._send_nccl(action, kind, tensors, number, tag)
             return
         buffer = _buffer(layout.nbytes, self.route)
         if self._stream is None:
@@ -495,7 +510,12 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
         self._track_send(str(action), buffer, partial(self._start_send_after, packed, buffer, tag))
 
     def _send_nccl(
-        self, action: Action, tensors: Sequence[Tensor], number: float | Tensor, tag: int
+        self,
+        action: Action,
+        kind: MicrobatchKind,
+        tensors: Sequence[Tensor],
+        number: float | Tensor,
+        tag: int,
     ) -> None:
         assert self.route.nccl is not None, "tensors leave over NCCL"
         assert self._stream is not None, "they are on a GPU"
@@ -507,14 +527,24 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
             if isinstance(number, Tensor):
                 sent.append(number.to(torch.float64))
                 number = 0.0
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(self._stream)
             for tensor in sent:
                 if tensor.numel():
                     self.route.nccl.send([_as_bytes(tensor)], self.route.rank, 0).wait()
+            end.record(self._stream)
+        self._nccl_sends.append((kind, start, end))
         for tensor in sent:
             tensor.record_stream(self._stream)
         write_number(header, number)
         write_timestamp(header, time.perf_counter())
         self._track_send(str(action), header, self._start_send(header, tag))
+
+    def quickest_send(self, kind: MicrobatchKind) -> Seconds | None:
+        """Return the shortest of the latest transfers over NCCL, which waited for no receiver."""
+        done = ((start, end) for sent, start, end in self._nccl_sends if sent == kind)
+        times = [start.elapsed_time(end) / 1e3 for start, end in done if end.query()]
+        return min(times, default=None)
 
     def drain(self, timeout: Seconds | None = None) -> None:
         """Wait until all messages are sent; raises PeerError if none is sent for the timeout.
@@ -680,7 +710,8 @@ class Connections:
             for other in (*wiring.sources, *wiring.targets)
             if payload and sites[other] == payload
         }
-        if sum(map(bool, sites)) < 2:
+        self._uses_nccl = sum(map(bool, sites)) >= 2  # on any stage
+        if not self._uses_nccl:
             return {}
         found, pairs = dict[dist.ProcessGroup, dist.ProcessGroup](), self._same_site
         for group, what in zip(self._groups, ("activations", "gradients"), strict=False):
@@ -776,6 +807,11 @@ class Connections:
             with peer_errors(self.name(stage), "sending a batch"):
                 work.wait()
 
+    def quickest_sends(self, kind: MicrobatchKind) -> list[Seconds | None]:
+        """Return the times over NCCL of activations and of gradients, to the neighbours."""
+        boxes = self.activations_out.get(self.stage + 1), self.gradients_out.get(self.stage - 1)
+        return [None if box is None else box.quickest_send(kind) for box in boxes]
+
     def drain(self) -> None:
         """Wait until all messages have been sent."""
         self._wait_for_data()
@@ -791,8 +827,12 @@ class Connections:
         if self._header_thread is not None:
             self._header_thread.join(self.timeout)
         self.drain()
-        for box in self._boxes if self._nccl_groups else ():
-            box.finish_on_device()
+        if self._uses_nccl:
+            for box in self._boxes:
+                box.finish_on_device()
+            # An abort drops what NCCL still sends: before it, all stages have received all.
+            with contextlib.suppress(PeerError):
+                self.all_gather_bytes(b"", 8, "closing")
         self._finalizer.detach()
         for box in self._boxes:
             box.close()

@@ -13,7 +13,6 @@ import math
 import resource
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +25,8 @@ from polyrhythm.errors import LaunchError, PeerError, UserError, peer_errors
 from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.process_groups import new_gloo_group, set_timeout, step_timeout
 from polyrhythm.run.comm.store import JobStore, Members
-from polyrhythm.run.pipeline.batch import Microbatch
-from polyrhythm.run.pipeline.loss import Count, as_count
+from polyrhythm.run.pipeline.batch import HostCopy, Microbatch
+from polyrhythm.run.pipeline.loss import Count
 from polyrhythm.sinks.metrics import PipelineStep, StepInfo, WorkerStep
 from polyrhythm.types import Bytes, Seconds
 
@@ -39,7 +38,6 @@ _PUBLISH_INTERVAL: Seconds = 0.5
 STEPS_TOGETHER = 4  # gathered at once if no callback reads them
 _REPORT_INTERVAL: Seconds = 0.25  # without callbacks
 _CLOSE_TIMEOUT: Seconds = 5.0
-_EVENT_POLL: Seconds = 2e-4
 
 
 class _Stop:
@@ -180,52 +178,6 @@ class PeakMemory:
             else:
                 self._value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return self._value
-
-
-class HostCopy:
-    """Numbers that a GPU may still compute: they are copied without waiting, and read later."""
-
-    def __init__(self, values: Iterable[Tensor | float]) -> None:
-        self._values = [_local(value) for value in values]
-        on_device = [v for v in self._values if isinstance(v, Tensor) and not v.is_cpu]
-        self._copied: Tensor | None = None
-        if on_device:
-            self._copied = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(on_device[0].device))
-
-    def read(self, timeout: Seconds | None = None) -> list[float]:
-        """Wait for the numbers; raises PeerError after `timeout`, which is None without NCCL."""
-        copied = iter(())
-        if self._copied is not None:
-            if not self._event.query():
-                wait_for_event(self._event, timeout)
-            copied = iter(self._copied.tolist())
-        return [
-            v if not isinstance(v, Tensor) else v.item() if v.is_cpu else next(copied)
-            for v in self._values
-        ]
-
-
-def wait_for_event(event: torch.cuda.Event, timeout: Seconds | None) -> None:
-    """Wait until the GPU has run an event; with a timeout poll, for NCCL's kernels may never end.
-
-    They wait for other workers, which may be lost.
-    """
-    if timeout is None:
-        event.synchronize()
-        return
-    start = time.monotonic()
-    while not event.query():
-        if (waited := time.monotonic() - start) > timeout:
-            cause = "kernels of NCCL still wait for it"
-            raise PeerError("another worker", action="a step", waited=waited, cause=cause)
-        time.sleep(_EVENT_POLL)
-
-
-def _local(value: Tensor | float) -> Tensor | float:
-    """Return a number or a tensor without dimensions; of one on a CPU, the number is read later."""
-    return value if type(value) is Tensor and value.is_cpu else as_count(value)
 
 
 class Measured(msgspec.Struct):
