@@ -83,8 +83,13 @@ def peer_errors(peer: object, action: str) -> Iterator[None]:
 
 
 # Of torch's allocator of host memory (how it continues depends on the platform), of CUDA without
-# torch's own allocator, and of its libraries.
-_FAILED_ALLOCATIONS = "DefaultCPUAllocator: ", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
+# torch's own allocator, of its libraries, and of NCCL.
+_FAILED_ALLOCATIONS = (
+    "DefaultCPUAllocator: ",
+    "CUDA error: out of memory",
+    "_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -206,6 +206,7 @@ def raised(error: Exception) -> Iterator[None]:
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you"), True),
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), True),
         (RuntimeError("Connection closed by peer"), False),
         (ValueError("can't allocate memory"), False),
     ],

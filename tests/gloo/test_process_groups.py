@@ -19,6 +19,7 @@ from polyrhythm.run.comm.process_groups import (
     DEFAULT_TIMEOUT,
     Replicas,
     count_rounds,
+    default_environment,
     job_mesh,
     new_gloo_group,
 )
@@ -27,6 +28,17 @@ from tests.gloo.pipelines import run_stages
 from tests.gloo.replicas import run_with_failures
 
 TIMEOUT = 20.0
+
+
+def test_variables_of_nccl_are_set_for_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    with default_environment(defaults):
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 def test_rounds_are_counted_in_the_store() -> None:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -142,18 +142,30 @@ def new_nccl_group(
     name = unique_name(ranks, purpose)
     if not is_used:
         return None
-    # Read by its constructor. 2: abort the group after an error, and leave the process alone.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
-    with peer_errors("another process", f"making the group for {purpose}"):
+    making = peer_errors("another process", f"making the group for {purpose}")
+    # Read by the constructor. 2: abort the group after an error, and leave the process alone.
+    defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    with making, default_environment(defaults):
         return dist.ProcessGroupNCCL(  # type: ignore[return-value]  # has the same methods
             PrefixStore(name, _get_default_store()),
             list(ranks).index(dist.get_rank()),
             len(ranks),
             options,
         )
+
+
+@contextlib.contextmanager
+def default_environment(defaults: dict[str, str]) -> Iterator[None]:
+    """Set variables that are not set, for the block alone: the user's own groups read them, too."""
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(unset)
+    try:
+        yield
+    finally:
+        for name in unset:
+            del os.environ[name]
 
 
 def step_timeout(timeout: Seconds, num_done: int) -> Seconds:
