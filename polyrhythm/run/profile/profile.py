@@ -466,7 +466,7 @@ def _sweep(
             for value in values
         ]
         with _describe_layer_errors(name, "backward", size), _no_autocast(device):
-            gradients = [torch.ones_like(output) for output in outputs[-1]]
+            gradients = [_random_like(output) for output in outputs[-1]]
             arguments = (pytree.tree_map_only(Tensor, _detached_copy, values[-1]),)
             del values
             run = torch.autograd.backward if gradients else _do_nothing
@@ -485,11 +485,16 @@ def _timed_runs(
         results.append(runs[-1]())
         return results, time.perf_counter() - start
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
+    before.record(torch.cuda.current_stream(device))  # another GPU may be the current device
     results.append(runs[-1]())
-    after.record()
+    after.record(torch.cuda.current_stream(device))
     finish(device)
     return results, before.elapsed_time(after) / 1e3
+
+
+def _random_like(output: Tensor) -> Tensor:
+    """Return a gradient of random numbers: a GPU multiplies equal ones faster; 1 of a loss."""
+    return torch.randn_like(output) if output.dim() else torch.ones_like(output)
 
 
 def _do_nothing(*_: object) -> None:
