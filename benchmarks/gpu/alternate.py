@@ -1,7 +1,9 @@
 """Two sides that alternate on one GPU: each has its own processes, and one computes at any time.
 
 A side calls its `BlockTimer` before every step. After each block of steps it waits for the GPU,
-reports the time of the block, and waits until it may continue. So noise of the machine that lasts
+reports the time of the block, and waits until it may continue. The first step of a block is not
+counted: messages that the last one leaves in flight arrive in the pause, for nothing, and those of
+the first one do not. Noise of the machine that lasts
 longer than a round is the same for both sides, and a ratio is that of one round.
 """
 
@@ -36,14 +38,17 @@ class BlockTimer:
     def __init__(self, end: "Connection[Report, str]", block: int, warm_up: int) -> None:
         """`block`: steps between reports; `warm_up`: steps of the first one."""
         self._end, self._block, self._left = end, block, 0
-        self._warm_up, self._start = warm_up, 0.0
+        self._warm_up, self._start, self._is_first = warm_up, 0.0, False
         self._losses: list[torch.Tensor | float] = []
 
     def __call__(self, *_: object) -> None:
+        if self._is_first:  # it has ended
+            finish(DEVICE)
+            self._start, self._is_first = time.perf_counter(), False
         if self._left == 0:
             self._report()
-            self._left = self._block if self._warm_up == 0 else self._warm_up
-            self._warm_up = 0
+            self._left = 1 + (self._warm_up or self._block)
+            self._warm_up, self._is_first = 0, True
         self._left -= 1
 
     def add_loss(self, loss: torch.Tensor | float) -> None:
@@ -57,7 +62,6 @@ class BlockTimer:
             self._end.send((elapsed, [float(loss) for loss in self._losses]))
             self._losses.clear()
         self._end.recv()
-        self._start = time.perf_counter()
 
 
 Side = Callable[[DistContext, BlockTimer, int], None]  # context, timer, number of steps to run
@@ -90,7 +94,7 @@ def alternate(
                 ends[name] = [mine for mine, _ in pairs]
                 theirs = [end for _, end in pairs]
                 # In the last step a side waits until it is ended.
-                num_steps = first[name] + block * num_rounds + 1
+                num_steps = (1 + first[name]) + (1 + block) * num_rounds + 1
                 output = Path(folder) / name
                 work = partial(_run_side, side, theirs, num_steps, block, first[name], output)
                 children.append(Child(work, output=output.with_suffix(".log")))

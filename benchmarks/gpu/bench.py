@@ -100,13 +100,15 @@ def run(*, quick: bool, console: Console) -> Result:
         if name in _PREDICTIONS[num_predicted:]:
             continue
         show(f"measuring {name}, about {part.expected:g} s")
-        start = time.monotonic()
+        start, num_before = time.monotonic(), len(found)
         try:
             measure = partial(part.measure, quick=quick)
             found |= in_child(name, measure, dict[str, float], part.timeout)
         except RuntimeError as error:
             reasons[name] = str(error)
         found[f"seconds_{name}"] = time.monotonic() - start
+        new = {key: f"{found[key]:.4g}" for key in list(found)[num_before:]}
+        print_line(console, f"{name}: {new} {reasons.get(name, '')}")  # if the rest is cut off
     for name, prefix in _WORST.items():
         found[name] = predictions.worst_error(found, prefix, _NUM_RATIOS * num_predicted)
     rows = [Figure(name, value) for name, value in found.items()]

@@ -31,8 +31,8 @@ from benchmarks.gpu.stages import check_equal, use_float32
 from polyrhythm.run.comm.launch import DistContext
 
 MEGABYTE = 2**20
-_NUM_TUNED = 100  # steps until the Trainer has chosen its buckets
-_DDP_WARM_UP = 10
+_NUM_TUNED = 125  # steps until the Trainer has chosen its buckets: 10 trials of 12 at most
+_SHORT_WARM_UP = 10  # where nothing is tuned
 _BUCKETS = (1, 5, 25, 100)  # MB, of DDP
 
 Wrap = Callable[[nn.Module], tuple[nn.Module, Optimizer]]
@@ -44,10 +44,11 @@ def measure_gloo_trainer(size: Size, *, quick: bool) -> dict[str, float]:
     if quick:
         size = TINY
     sides: dict[str, Side] = {f"ddp_{mb}": partial(_loop, size, GLOO, ddp(mb)) for mb in buckets}
-    warm_up = dict.fromkeys(sides, 2 if quick else _DDP_WARM_UP)
+    warm_up = dict.fromkeys(sides, 2 if quick else _SHORT_WARM_UP)
     for mode in ("decoupled", "all_reduce"):
         sides[mode] = partial(_trainer, size, mode)
-        warm_up[mode] = 2 if quick else _NUM_TUNED
+        tuned = _NUM_TUNED if mode == "decoupled" else _SHORT_WARM_UP
+        warm_up[mode] = 2 if quick else tuned
     rounds = alternate(sides, num_ranks=2, block=5, num_rounds=1 if quick else 5, warm_up=warm_up)
     best = _fastest(rounds, "ddp")
     found = milliseconds(rounds, "gloo_30m")
@@ -66,7 +67,7 @@ def measure_gloo_loop(size: Size, *, quick: bool) -> dict[str, float]:
     for mb in (25, 100):
         sides[f"ddp_{mb}"] = partial(_loop, size, GLOO, ddp(mb))
         sides[f"decoupled_{mb}"] = partial(_loop, size, GLOO, decoupled(mb))
-    rounds = alternate(sides, num_ranks=2, block=3, num_rounds=1 if quick else 3, warm_up=3)
+    rounds = alternate(sides, num_ranks=2, block=3, num_rounds=1 if quick else 3, warm_up=2)
     best, ours = _fastest(rounds, "ddp"), _fastest(rounds, "decoupled")
     return {
         "gloo_decoupled_350m": ratio(rounds, best, ours),

@@ -87,7 +87,7 @@ def _torch(size: Size, ctx: DistContext, timer: BlockTimer, num_steps: int) -> N
             if ctx.rank == 0:
                 schedule.step(inputs)
             else:
-                schedule.step(target=target, losses=losses)
+                schedule.step(target=target, losses=losses, return_outputs=False)
 
         _train(module, step, timer, num_steps)
 
