@@ -22,7 +22,14 @@ from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.probe.link import PeerChannel, measure_nccl
 from polyrhythm.run.probe.probe import ProbeEffort
-from tests.gloo.pipelines import gradients, merged, random_batch, run_stages, stack_of
+from tests.gloo.pipelines import (
+    gradients,
+    merged,
+    random_batch,
+    run_single_process,
+    run_stages,
+    stack_of,
+)
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.device_count(), reason="this machine has no CUDA device"),
@@ -71,7 +78,7 @@ def test_gradients_over_nccl_match_single_process(schedule: str, tmp_path: Path)
             return {name: g.cpu() for name, g in gradients(pipeline.module).items()}
 
     found = merged(run_stages(4, work, tmp_path))
-    expected = single_process_gradients(8, inputs, target)
+    expected = run_single_process(lambda: single_process_gradients(8, inputs, target), tmp_path)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6)
@@ -102,7 +109,8 @@ def test_sites_are_connected_by_gloo(tmp_path: Path) -> None:
 
     results = run_stages(4, work, tmp_path)
     assert [over_nccl for over_nccl, _ in results] == [[], [True], [False], [False]]
-    found, expected = merged(g for _, g in results), single_process_gradients(8, inputs, target)
+    found = merged(g for _, g in results)
+    expected = run_single_process(lambda: single_process_gradients(8, inputs, target), tmp_path)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6)
 
@@ -263,18 +271,22 @@ def test_replicas_of_two_sites_match_single_process(mode: Any, tmp_path: Path) -
         optimizer.close()
         return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
-    model = stack_of(4)
-    reference = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(num_steps):
-        for rank in range(num_ranks):
-            inputs, target = batch(rank, step)
-            (functional.mse_loss(model(inputs), target) / num_ranks).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        reference.step()
-        reference.zero_grad()
+    def train_alone() -> dict[str, Tensor]:
+        model = stack_of(4)
+        reference = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(num_steps):
+            for rank in range(num_ranks):
+                inputs, target = batch(rank, step)
+                (functional.mse_loss(model(inputs), target) / num_ranks).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            reference.step()
+            reference.zero_grad()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    expected = run_single_process(train_alone, tmp_path)
     for found in run_stages(num_ranks, work, tmp_path, timeout=120):
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-5)
+        for name, parameter in expected.items():
+            torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-5)
 
 
 @pytest.mark.timeout(120)
