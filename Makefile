@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check structure format wheel clean
+.PHONY: help venv demo test test-all check types style structure format wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,9 +52,14 @@ test-all: $(STAMP) ## run every test this machine can run, with random and more 
 	export HYPOTHESIS_PROFILE=thorough; $(call RUN_TESTS)
 
 check: $(STAMP) ## format, lint, types, the import law and the size of the tree
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync types style
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+style: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(PYTEST) -q tests/pure/test_import_law.py
 	$(BIN)/python tools/structure.py
 
