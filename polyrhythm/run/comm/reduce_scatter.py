@@ -250,6 +250,10 @@ class HierarchicalCollectives:
     sum to the other node: a quarter of all gradients crosses between nodes instead of half. The
     all-gather runs in reverse order. All nodes have the same number of workers, so that the mean of
     their means is the global mean.
+
+    The wait for one level starts the next one. Over NCCL, which matches collectives by their order,
+    the wait starts both: waits come one after the other, in the same order on all workers. The
+    order in which a backward fills buckets and all-gathers end would not be the same.
     """
 
     waits_on_host = True
@@ -268,24 +272,39 @@ class HierarchicalCollectives:
         self._across.release_buffers()
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        first, shard = self._inside.reduce_scatter(flat, number), self._node_shard(flat)
+        first, shard = self._start_inside(flat, number), self._node_shard(flat)
         return _in_sequence(first, lambda: self._across.reduce_scatter(shard, number))
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         first = self._across.all_gather(self._node_shard(flat), number)
-        return _in_sequence(first, lambda: self._inside.all_gather(flat, number))
+        return _in_sequence(lambda: first, lambda: self._inside.all_gather(flat, number))
+
+    def _start_inside(self, flat: Tensor, number: int) -> Callable[[], Pending]:
+        """Start the reduce-scatter of this node, or return how: behind the current CUDA stream."""
+        if self._inside.waits_on_host:
+            started = self._inside.reduce_scatter(flat, number)
+            return lambda: started
+        filled = torch.cuda.Event()
+        filled.record(torch.cuda.current_stream(flat.device))
+
+        def start() -> Pending:
+            torch.cuda.current_stream(flat.device).wait_event(filled)
+            return self._inside.reduce_scatter(flat, number)
+
+        return start
 
     def _node_shard(self, flat: Tensor) -> Tensor:
         return flat.view(self._inside.num_workers, -1)[self._inside.rank]
 
 
-def _in_sequence(first: Pending, then: Callable[[], Pending]) -> Pending:
-    """Start the second collective after the end of the first."""
+def _in_sequence(first: Callable[[], Pending], then: Callable[[], Pending]) -> Pending:
+    """Start the second collective after the end of the first, in the wait."""
     started: list[Pending] = []
 
     def wait() -> None:
-        first.wait()
-        first.join()
+        pending = first()
+        pending.wait()
+        pending.join()
         started.append(then())
         started[0].wait()
 
