@@ -78,6 +78,7 @@ def inputs_of(rank: int, step: int, microbatch: int) -> Tensor:
     [
         ("nccl", "hierarchical", "gathers"),
         ("nccl", "hierarchical_all_reduce", "backward"),
+        ("gloo", "hierarchical", "gathers"),
     ],
 )
 def test_collectives_of_a_site_start_in_one_order(

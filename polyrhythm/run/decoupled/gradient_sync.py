@@ -377,6 +377,7 @@ class GradientSync:
 
     def post_weight_receives(self) -> None:
         """Post the receives of weights, as other workers may be ahead; not for late buckets."""
+        self.wait_for_all()  # a bucket that no forward has used may not have taken its last ones
         for bucket in self.buckets:
             if not bucket.is_all_reduce and not bucket.is_late:
                 self.collectives.post_receives(
