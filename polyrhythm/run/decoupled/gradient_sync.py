@@ -49,7 +49,7 @@ from polyrhythm.run.decoupled.buckets import (
     sparse_error,
 )
 from polyrhythm.run.pipeline.loss import Count, NonFiniteWarnings, divide_by
-from polyrhythm.types import AUTO, Seconds, Worker
+from polyrhythm.types import Seconds, Worker
 
 
 class ReplicaCollectives:
@@ -72,7 +72,8 @@ class ReplicaCollectives:
         """`process_group` is torch's group of the replicas, if there is one.
 
         Replicas of one `site` average over NCCL; if there are several, of equally many replicas, it
-        is the lower level of a hierarchy. None for gloo, where a `node` is that level.
+        is the lower level of a hierarchy. None for gloo, where a `node` is that level. NCCL groups
+        are made here, also if `process_group` has NCCL: these may be aborted after a failure.
         """
         self._device, self._timeout = device, timeout
         self.control = GlooCollectives(replicas.group, timeout=timeout)
@@ -80,10 +81,10 @@ class ReplicaCollectives:
         found = replicas.all_gather_object(own, call)
         sites, nodes = [each[0] for each in found], [each[1] for each in found]
         self._nccl: dist.ProcessGroup | None = None  # of all replicas
-        self._own_nccl = list[dist.ProcessGroup]()  # groups that were made here
+        self._nccl_groups = list[dist.ProcessGroup]()  # of all replicas, or of this site
         self._nodes = None  # members by node or site, if there is a hierarchy
         if None not in sites and len(set(sites)) == 1:  # NCCL builds its own hierarchy
-            self._nccl = process_group if site == AUTO else self._new_nccl(replicas.ranks)
+            self._nccl = self._new_nccl(replicas.ranks)
         else:
             self._nodes = ranks_by_node(nodes if None in sites else sites)
         groups, inside = [replicas.group], None
@@ -100,19 +101,19 @@ class ReplicaCollectives:
         # Inside this node and across nodes, if there is a hierarchy.
         self._levels = [GlooCollectives(group, timeout=timeout) for group in groups[1:]]
         self._nccl_inside = inside
-        self._groups = [*groups, *self._own_nccl]
+        self._groups = [*groups, *self._nccl_groups]
         self.comm_thread = CommThread(self._groups, timeout=timeout)
         self._by_hierarchy: dict[bool, Collectives] = {}
 
     def _new_nccl(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         made = new_nccl_group(ranks, "averaging gradients over NCCL", timeout=self._timeout)
         assert made is not None, "it is used"
-        self._own_nccl.append(made)
+        self._nccl_groups.append(made)
         return made
 
     def finish_on_device(self) -> None:
         """Wait until the GPU has ended all collectives, before their group is aborted."""
-        if self._own_nccl:
+        if self._nccl_groups:
             finish = torch.cuda.current_stream(self._device).synchronize
             run_bounded(finish, timeout=self._timeout, action="averaging the last gradients")
 
