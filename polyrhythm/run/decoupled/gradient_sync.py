@@ -111,11 +111,14 @@ class ReplicaCollectives:
         self._nccl_groups.append(made)
         return made
 
+    @property
+    def has_nccl(self) -> bool:
+        return bool(self._nccl_groups)
+
     def finish_on_device(self) -> None:
-        """Wait until the GPU has ended all collectives, before their group is aborted."""
-        if self._nccl_groups:
-            finish = torch.cuda.current_stream(self._device).synchronize
-            run_bounded(finish, timeout=self._timeout, action="averaging the last gradients")
+        """Wait until the GPU has ended all collectives of NCCL, before their group is aborted."""
+        finish = torch.cuda.current_stream(self._device).synchronize
+        run_bounded(finish, timeout=self._timeout, action="averaging the last gradients")
 
     def set_timeout(self, timeout: Seconds) -> None:
         """Bound the waits of collectives that start from now on."""

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polyrhythm.errors import PolicyError
+from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.comm.process_groups import (
@@ -101,7 +101,7 @@ _logger = logging.getLogger(__name__)
 _CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
 _STEP, _CLIP, _GRADIENTS = "step()", "clip_grad_norm_()", "the mean gradients"
 _FIRST_MEAN, _ATTACH = "the first mean of gradients", "attach()"
-_STATE_DICT, _ASYNC_STATE_DICT = "state_dict()", "async_state_dict()"
+_STATE_DICT, _ASYNC_STATE_DICT, _CLOSE = "state_dict()", "async_state_dict()", "close()"
 
 
 @dataclass(slots=True)
@@ -498,12 +498,17 @@ class DistributedOptimizer(Optimizer):
     def close(self) -> None:
         """Receive all parameters of the last step, finish the sends to other workers, and end.
 
-        Without it, the interpreter waits some seconds at exit for those sends, then drops them.
+        All workers call it; over NCCL it waits until all have their parameters. Without it, the
+        interpreter waits some seconds at exit for those sends, then drops them.
         """
         try:
             self.synchronize()
             self._gradient_sync.finish_flags()
-            self._collectives.finish_on_device()
+            if self._collectives.has_nccl:
+                self._collectives.finish_on_device()
+                # An abort drops what NCCL has taken from this GPU and not yet sent to another.
+                with contextlib.suppress(PeerError):  # a worker that is lost needs nothing
+                    self._replicas.all_gather_number(0.0, _CLOSE)
         finally:
             self._remove_hooks()
             if self._current.background is not None:
