@@ -9,9 +9,11 @@ still during backward: a plain all-reduce.
 In the first backward there are no buckets yet: gradients wait until the order is known.
 """
 
+import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import cache
@@ -50,6 +52,8 @@ from polyrhythm.run.decoupled.buckets import (
 )
 from polyrhythm.run.pipeline.loss import Count, NonFiniteWarnings, divide_by
 from polyrhythm.types import Seconds, Worker
+
+_logger = logging.getLogger(__name__)
 
 
 class ReplicaCollectives:
@@ -180,15 +184,17 @@ class GradientSync:
         pop_divisor: Callable[[], Count | None],
         name_step: Callable[[], tuple[int, Worker]],
         is_loss_scaled: Callable[[], bool],
+        skips_on_device: Callable[[], bool],
     ) -> None:
         """`pop_divisor`: divides this worker's gradients; None if labels are not counted.
 
         `name_step`: the current step and this worker, for a warning. `is_loss_scaled`: the Trainer
-        lowers the scale if gradients are not finite, which needs no warning.
+        lowers the scale if gradients are not finite, which needs no warning. `skips_on_device`: the
+        optimizer skips a step that is not finite without the host.
         """
         self._parameters, self._names, self._pop_divisor = parameters, names, pop_divisor
         self._name_step, self._warnings = name_step, NonFiniteWarnings()
-        self._is_loss_scaled = is_loss_scaled
+        self._is_loss_scaled, self._skips_on_device = is_loss_scaled, skips_on_device
         self._tied = [parameters[index] for index in tied]
         self._control, self._comm_thread = replicas.control, replicas.comm_thread
         self.buckets: list[Bucket] = []
@@ -216,6 +222,9 @@ class GradientSync:
         self._reduce_scatters: list[Pending] = []
         self._all_gathers: list[Pending] = []  # of gradients, in the order of buckets
         self._sent_flags: Pending | None = None  # of the last step; with NCCL only
+        # Whether this worker's gradients were not finite, by step, until the host knows of it.
+        self._unread_flags = deque[tuple[torch.cuda.Event, Tensor, int, Worker]]()
+        self._was_finite = True  # the last one that was read
         self._sums: list[Tensor] = []  # of the gradients of each bucket that was sent
         self._versions: list[int] = []  # of the parameters when their gather started
         self._waited: Seconds = 0.0  # time for which training waited for other workers
@@ -494,13 +503,16 @@ class GradientSync:
         self._sums.clear()
         total: Count
         if isinstance(self.collectives, NcclCollectives):  # without blocking the host
+            self.warn_of_non_finite()
+            if not self._is_loss_scaled():
+                self._read_later(bad)
             numbers = torch.stack([bad.double(), torch.ones_like(bad.double()) * own_divisor])
             self.collectives.all_reduce_sum(numbers)
             bad, total = numbers
             self._exchange_used()
         else:
             self._used[-1], self._divisor[0] = int(bad), own_divisor
-            step, worker = self._name_step()  # with NCCL the host does not know of them
+            step, worker = self._name_step()
             is_fine = self._is_loss_scaled() or not self._used[-1]
             self._warnings.after(is_finite=is_fine, step=step, worker=worker)
             self._control.all_reduce_flags(self._flags, 0).wait()
@@ -518,7 +530,8 @@ class GradientSync:
             divide_by(total / self.collectives.num_workers, [s.gradient for s in self.shards])
         flag = bad.bool().to(self.found_inf.device)
         # What is not finite is never applied: without a gradient the optimizer skips the step.
-        # With NCCL the host does not know of it, and the gradients become 0.
+        # With NCCL the host does not know of it: the gradients become 0, and optimizers that take
+        # `found_inf` skip the step.
         is_skipped = False
         if isinstance(self.collectives, NcclCollectives):
             for bucket in self.buckets:
@@ -529,6 +542,28 @@ class GradientSync:
             is_used = self._used[shard.index] and not is_skipped
             shard.parameter.grad = shard.gradient if is_used else None
         self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(flag, torch.nan)
+
+    def _read_later(self, bad: Tensor) -> None:
+        """Copy this worker's flag to the host without waiting for the GPU."""
+        flag, copied = bad.to("cpu", non_blocking=True), torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(bad.device))
+        self._unread_flags.append((copied, flag, *self._name_step()))
+
+    def warn_of_non_finite(self) -> None:
+        """With NCCL, warn of steps whose flags have arrived; each comes a step late, or later."""
+        while self._unread_flags and self._unread_flags[0][0].query():
+            _, flag, step, worker = self._unread_flags.popleft()
+            is_finite = not flag.item()
+            if self._skips_on_device():
+                self._warnings.after(is_finite=is_finite, step=step, worker=worker)
+            elif self._was_finite and not is_finite:
+                _logger.warning(
+                    "step %d: the gradients of %s are not finite, and count as 0 on all replicas: "
+                    "momentum and weight decay are applied; a fused optimizer skips such a step, "
+                    "and so does a GradScaler",
+                    *(step, worker),
+                )
+            self._was_finite = is_finite
 
     def _exchange_used(self) -> None:
         """With NCCL, find out which parameters any worker has used.

@@ -191,6 +191,7 @@ class DistributedOptimizer(Optimizer):
             (lambda: None) if stage is None else stage.pop_divisor,
             self._name_step,
             lambda: stage is not None and stage.is_loss_scaled,
+            lambda: self._step_supports_amp_scaling,
         )
         self._is_updating = False
         self._autotuner: BucketAutotuner | None = None
@@ -506,6 +507,7 @@ class DistributedOptimizer(Optimizer):
             self._gradient_sync.finish_flags()
             if self._collectives.has_nccl:
                 self._collectives.finish_on_device()
+                self._gradient_sync.warn_of_non_finite()
                 # An abort drops what NCCL has taken from this GPU and not yet sent to another.
                 with contextlib.suppress(PeerError):  # a worker that is lost needs nothing
                     self._replicas.all_gather_number(0.0, _CLOSE)
@@ -566,23 +568,51 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler may leave it to the fused wrapped optimizer to skip a step."""
-        return bool(getattr(self._inner, "_step_supports_amp_scaling", False))
+        """Whether the wrapped optimizer skips a step by itself, if it gets `found_inf`.
+
+        Not with dampening: it has no effect in the first step that is applied, of which a fused
+        SGD would not know.
+        """
+        return bool(getattr(self._inner, "_step_supports_amp_scaling", False)) and all(
+            group.get("fused") and not group.get("dampening") for group in self._inner.param_groups
+        )
 
     def _update(self) -> None:
         """Step the wrapped optimizer once, as its counters expect, and gather the weights."""
+        marks = self._marks()
         self._gradient_sync.found_inf.grad = None  # it is not a weight
-        of_scaler = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
-        for name in of_scaler:
-            setattr(self._inner, name, getattr(self, name))
+        if "found_inf" in marks:
+            self._begin_momentum()
+        for name, mark in marks.items():
+            setattr(self._inner, name, mark)
         self._is_updating = True
         try:
             self._inner.step()
         finally:
             self._is_updating = False
-            for name in of_scaler:
+            for name in marks:
                 delattr(self._inner, name)
         self._gradient_sync.gather_weights()
+
+    def _marks(self) -> dict[str, Tensor]:
+        """Return what tells a fused optimizer to skip the step: of a GradScaler, or over NCCL."""
+        of_scaler = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
+        is_on_device = isinstance(self._gradient_sync.collectives, NcclCollectives)
+        if of_scaler or not is_on_device or not self._step_supports_amp_scaling:
+            return of_scaler
+        mark = self._gradient_sync.found_inf.grad
+        assert mark is not None, "it is set when the gradients are averaged"
+        return {"found_inf": mark.isnan().float().squeeze()}
+
+    def _begin_momentum(self) -> None:
+        """Begin the momentum of SGD with 0: a first step that is skipped leaves it undefined."""
+        groups = self._inner.param_groups if isinstance(self._inner, torch.optim.SGD) else []
+        for group in groups:
+            for parameter in group["params"]:
+                if group["momentum"] and parameter.grad is not None:
+                    state = self._inner.state[parameter]
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _average(self) -> None:
         """Wait for the mean gradients, after backward; the first time make the buckets."""
