@@ -210,11 +210,14 @@ class GradientSync:
         self._set_phase(GradientPhase.EMPTY)
         self.is_paused = False  # gradients accumulate, and are not averaged
         # The divisor; for each parameter, whether it has a gradient; whether any is not finite.
-        memory = bytearray(8 * (2 + len(parameters) // 8))
+        # With NCCL: for each parameter, whether it is trained; whether this worker waits for none.
+        num = len(parameters) + 1
+        memory = bytearray(8 * (1 + -(-2 * num // 8)))
         self._flags = torch.frombuffer(memory, dtype=torch.uint8)
         self._divisor = self._flags[:8].view(torch.float64)
         # The same memory: setting an element of a tensor takes longer than all else in a hook.
-        self._used = memoryview(memory)[8 : 9 + len(parameters)]
+        self._used, self._trained = (memoryview(memory)[8 + i * num :][:num] for i in range(2))
+        self._agreed = self._now_trained()  # the trained parameters, as all workers know
         self._weight_gathers: dict[int, Pending] = {}  # by number of bucket
         # Copies of gathered weights to the GPU, by number of bucket, which streams must join.
         self._weight_copies: dict[int, Callable[[], bool]] = {}
@@ -568,15 +571,38 @@ class GradientSync:
     def _exchange_used(self) -> None:
         """With NCCL, find out which parameters any worker has used.
 
-        If this worker has used all of them it knows that, and its host waits for no other: it only
-        sends its flags, and receives those of the others in the next step.
+        If this worker has used all that are trained it knows that, and its host waits for no other:
+        it only sends its flags, and receives those of the others in the next step.
         """
         self.finish_flags()
+        self._trained[:-1] = self._now_trained()
+        waits_for_none = self._used[:-1] == self._trained[:-1] == self._agreed
+        self._trained[-1] = waits_for_none
         exchanged = self._flags.clone()
         self._sent_flags = self._control.all_reduce_flags(exchanged, 0)
-        if not all(self._used[:-1]):
+        if not waits_for_none:
             self.finish_flags()
             self._flags.copy_(exchanged)
+            self._agree_on_trained()
+
+    def _now_trained(self) -> bytes:
+        return bytes(parameter.requires_grad for parameter in self._parameters)
+
+    def _agree_on_trained(self) -> None:
+        """Count parameters as trained that any worker trains, if all workers wait for the flags.
+
+        One that does not wait expects that exactly those are used which all have agreed on.
+        """
+        if not self._trained[-1]:
+            self._agreed = bytes(self._trained[:-1])
+            return
+        for name, used, agreed in zip(self._names, self._used, self._agreed, strict=False):
+            if used and not agreed:
+                raise PolicyError(
+                    f"{name} has a gradient, but is frozen on another worker",
+                    expected="parameters that all workers train, or freeze, from the same step on",
+                    fix="call requires_grad_() on all workers before the same backward",
+                )
 
     def finish_flags(self) -> None:
         """Wait until other workers have received the flags of the last step."""
