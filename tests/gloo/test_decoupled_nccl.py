@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from polyrhythm.errors import PeerError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.decoupled import gradient_sync
+from polyrhythm.run.decoupled.optimizer import StepClock
 from tests.gloo.decoupled import (
     TIMEOUT,
     close_to,
@@ -188,3 +190,16 @@ def test_other_optimizers_use_gradients_of_zero_and_warn(name: str, tmp_path: Pa
     assert first["messages"] == []
     (message,) = second["messages"]
     assert "step 2: the gradients of s0p1 are not finite, and count as 0" in message
+
+
+def test_step_clock_records_events_in_the_stream_of_its_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The current device of the process may be another GPU, whose stream is idle."""
+    monkeypatch.setattr(torch.cuda, "Event", MagicMock())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    clock = StepClock(torch.device("cuda", 1))
+    clock.begin()
+    clock.end()
+    recorded = torch.cuda.Event.return_value.record  # type: ignore[attr-defined]
+    assert [each.args for each in recorded.call_args_list] == [("stream of cuda:1",)] * 2

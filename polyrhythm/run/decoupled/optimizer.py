@@ -779,7 +779,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._start: Any = None
         self._steps: list[tuple[Any, Any]] = []
 
@@ -805,7 +805,7 @@ class StepClock:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 
