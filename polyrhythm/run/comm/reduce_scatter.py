@@ -87,6 +87,10 @@ class Collectives(Protocol):
     num_workers: int
     waits_on_host: bool  # a wait blocks the thread; otherwise the current CUDA stream
 
+    @property
+    def pinned_bytes(self) -> Bytes:
+        """Pinned memory that is kept for collectives of buckets on a GPU."""
+
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         """Post the receives of the next collective of this buffer and phase ahead of its call.
 
@@ -106,7 +110,7 @@ class Collectives(Protocol):
 class GlooCollectives:
     """Collectives made of point-to-point messages of a gloo group."""
 
-    waits_on_host = True
+    waits_on_host, pinned_bytes = True, 0
 
     def __init__(
         self, group: dist.ProcessGroup, *, timeout: Seconds, owners: Sequence[int] | None = None
@@ -263,6 +267,10 @@ class HierarchicalCollectives:
         self.num_workers = inside.num_workers * across.num_workers
         self.rank = inside.rank * across.num_workers + across.rank  # of its shard, not in the job
 
+    @property
+    def pinned_bytes(self) -> Bytes:
+        return self._inside.pinned_bytes + self._across.pinned_bytes
+
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         self._inside.post_receives(flat, number, phase)
         self._across.post_receives(self._node_shard(flat), number, phase)
@@ -344,7 +352,10 @@ class PinnedCollectives:
 
     @property
     def pinned_bytes(self) -> Bytes:
-        """Pinned memory: for two workers 1.5 times the gradients, for more less than 3 times."""
+        """Pinned memory: for two workers 1.5 times the gradients, for more less than 3 times.
+
+        Each buffer is rounded up to a power of two.
+        """
         return self._pinned.nbytes
 
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
@@ -443,6 +454,11 @@ class PinnedCollectives:
         torch.cuda.set_stream(self._to_device)
 
 
+def pinned_size(nbytes: Bytes) -> Bytes:
+    """Return the size of a pinned allocation: torch rounds it up to a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 class _PinnedBuffers:
     """Pinned buffers by key, which are kept for reuse: pinning takes milliseconds.
 
@@ -464,14 +480,15 @@ class _PinnedBuffers:
             return buffer
         pinned = torch.empty(shape, dtype=like.dtype, pin_memory=True)
         with self._lock:
-            self.nbytes += pinned.nbytes - (0 if buffer is None else buffer.nbytes)
+            self.nbytes += pinned_size(pinned.nbytes)
+            self.nbytes -= 0 if buffer is None else pinned_size(buffer.nbytes)
         return pinned
 
     def give_back(self, key: Hashable, buffer: Tensor, last_copy: torch.cuda.Event) -> None:
         """Keep a buffer that `last_copy` still uses; one is kept per key."""
         with self._lock:
             if key in self._free:
-                self.nbytes -= self._free[key][0].nbytes
+                self.nbytes -= pinned_size(self._free[key][0].nbytes)
             self._free[key] = buffer, last_copy
 
 
@@ -483,7 +500,7 @@ class NcclCollectives:
     after a reduce-scatter of the same bucket without a wait in between.
     """
 
-    waits_on_host = False
+    waits_on_host, pinned_bytes = False, 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.num_workers, self._group = group.rank(), group.size(), group

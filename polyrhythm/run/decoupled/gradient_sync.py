@@ -51,7 +51,7 @@ from polyrhythm.run.decoupled.buckets import (
     sparse_error,
 )
 from polyrhythm.run.pipeline.loss import Count, NonFiniteWarnings, divide_by
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.types import Bytes, Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 
@@ -131,6 +131,10 @@ class ReplicaCollectives:
         for collectives in (self.control, *self._levels):
             collectives.timeout = timeout
         self.comm_thread.timeout = timeout
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        return sum(collectives.pinned_bytes for collectives in self._by_hierarchy.values())
 
     @property
     def has_hierarchy(self) -> bool:

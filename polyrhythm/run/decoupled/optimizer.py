@@ -273,6 +273,11 @@ class DistributedOptimizer(Optimizer):
         return not self._is_auto or (self._autotuner is not None and self._autotuner.is_over)
 
     @property
+    def pinned_bytes(self) -> Bytes:
+        """Size of the pinned memory through which buckets on a GPU pass over gloo."""
+        return self._collectives.pinned_bytes
+
+    @property
     def whole_param_groups(self) -> list[dict[str, Any]]:
         """The groups as in `state_dict`, without the gather of the state."""
         return unsharded_param_groups(self._inner.param_groups, self._group_of)
