@@ -19,6 +19,7 @@ from polyrhythm.run.comm.reduce_scatter import (
     HierarchicalCollectives,
     NcclCollectives,
     PinnedCollectives,
+    pinned_size,
     select_backend,
     uses_nccl,
 )
@@ -140,5 +141,10 @@ def test_staged_collectives_give_mean_and_all_shards(
         mean = torch.arange(6 * num_workers) + 2 * (num_workers - 1) + 1 + 2
         assert torch.equal(flat, mean.float())
         assert any(torch.equal(scattered, shard) for shard in flat.view(num_workers, -1))
-        if num_workers == 2:
-            assert pinned_bytes == 2 * 1.5 * flat.nbytes
+        if num_workers == 2:  # of each bucket: to send, and to receive in both phases
+            assert pinned_bytes == 2 * 3 * pinned_size(flat.nbytes // 2)
+
+
+@pytest.mark.parametrize(("nbytes", "size"), [(0, 0), (1, 1), (24, 32), (32, 32), (33, 64)])
+def test_torch_rounds_pinned_memory_up(nbytes: int, size: int) -> None:
+    assert pinned_size(nbytes) == size

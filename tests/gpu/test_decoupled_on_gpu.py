@@ -254,13 +254,17 @@ def test_nccl_collectives_overlap_compute(
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
 @pytest.mark.timeout(120)
-def test_gradients_that_are_not_finite_change_no_weight_over_nccl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_that_are_not_finite_change_no_weight_over_nccl(
+    momentum: float, tmp_path: Path
+) -> None:
+    """Without momentum gradients of 0 change nothing; with it, a fused optimizer skips the step."""
+
     def work(ctx: DistContext) -> dict[str, Any]:
         group = new_nccl_group(ctx)
         model = nn.Linear(4, 4, bias=False, device="cuda")
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, 1000, group, mode="decoupled"
-        )
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, fused=momentum > 0)
+        optimizer = DistributedOptimizer(inner, model, 1000, group, mode="decoupled")
         weights = [model.weight.detach().clone()]
         for step in range(3):
             inputs = torch.ones(2, 4, device="cuda")
@@ -278,7 +282,8 @@ def test_gradients_that_are_not_finite_change_no_weight_over_nccl(tmp_path: Path
     first, second = run_stages(2, work, tmp_path)
     assert torch.equal(first["weights"], second["weights"])
     for found in (first, second):
-        assert found["moved"] == pytest.approx([0.2, 0.0, 0.2])  # lr x 2 samples; step 1 is skipped
+        # lr x 2 samples; step 1 is skipped.
+        assert found["moved"] == pytest.approx([0.2, 0.0, 0.2 * (1 + momentum)])
 
 
 def stack() -> nn.Sequential:

@@ -195,7 +195,7 @@ def test_gradients_of_a_pipeline_on_gpu_equal_single_process(
     assert first["streamed"] == second["streamed"] == [True] * STEPS
     nbytes = expected.nbytes
     for size in first["pinned"]:
-        assert 2 * nbytes < size < 2.5 * nbytes + 2**14
+        assert 2 * nbytes < size < 5 * nbytes + 2**15  # rounded up to powers of two
     torch.testing.assert_close(first["weights"], expected, rtol=0, atol=1e-6)
     assert torch.equal(first["weights"], second["weights"])
     assert torch.equal(first["means"], second["means"])

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.averaging.split_all_reduce import BucketMemory, FillingBuffer
 from polyrhythm.run.comm.forward_hooks import gradient_hooks
+from polyrhythm.run.comm.reduce_scatter import pinned_size
 from polyrhythm.run.coordinator.sessions import TensorShapes
 from polyrhythm.run.pipeline.loss import divide_by
 from polyrhythm.sync.fusion.layers import bucket_bounds
@@ -253,9 +254,11 @@ class GradientBuckets:
 
     @property
     def pinned_bytes(self) -> Bytes:
-        """Size of the pinned memory, which is allocated once."""
-        copies = self._copies
-        return 0 if copies is None else copies.memory.pinned_bytes + copies.totals.nbytes
+        """Size of the pinned memory, which is allocated once, as torch rounds it up."""
+        if self._copies is None:
+            return 0
+        each = self._copies.memory.pinned_bytes // 2  # two buffers of one size
+        return 2 * pinned_size(each) + pinned_size(self._copies.totals.nbytes)
 
     def is_filled(self, index: int) -> bool:
         return index in self._filled

@@ -87,6 +87,10 @@ class Collectives(Protocol):
     num_workers: int
     waits_on_host: bool  # a wait blocks the thread; otherwise the current CUDA stream
 
+    @property
+    def pinned_bytes(self) -> Bytes:
+        """Pinned memory that is kept for collectives of buckets on a GPU."""
+
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         """Post the receives of the next collective of this buffer and phase ahead of its call.
 
@@ -106,7 +110,7 @@ class Collectives(Protocol):
 class GlooCollectives:
     """Collectives made of point-to-point messages of a gloo group."""
 
-    waits_on_host = True
+    waits_on_host, pinned_bytes = True, 0
 
     def __init__(
         self, group: dist.ProcessGroup, *, timeout: Seconds, owners: Sequence[int] | None = None
@@ -250,6 +254,10 @@ class HierarchicalCollectives:
     sum to the other node: a quarter of all gradients crosses between nodes instead of half. The
     all-gather runs in reverse order. All nodes have the same number of workers, so that the mean of
     their means is the global mean.
+
+    The wait for one level starts the next one. Over NCCL, which matches collectives by their order,
+    the wait starts both: waits come one after the other, in the same order on all workers. The
+    order in which a backward fills buckets and all-gathers end would not be the same.
     """
 
     waits_on_host = True
@@ -258,6 +266,10 @@ class HierarchicalCollectives:
         self._inside, self._across = inside, across
         self.num_workers = inside.num_workers * across.num_workers
         self.rank = inside.rank * across.num_workers + across.rank  # of its shard, not in the job
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        return self._inside.pinned_bytes + self._across.pinned_bytes
 
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         self._inside.post_receives(flat, number, phase)
@@ -268,24 +280,39 @@ class HierarchicalCollectives:
         self._across.release_buffers()
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        first, shard = self._inside.reduce_scatter(flat, number), self._node_shard(flat)
+        first, shard = self._start_inside(flat, number), self._node_shard(flat)
         return _in_sequence(first, lambda: self._across.reduce_scatter(shard, number))
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         first = self._across.all_gather(self._node_shard(flat), number)
-        return _in_sequence(first, lambda: self._inside.all_gather(flat, number))
+        return _in_sequence(lambda: first, lambda: self._inside.all_gather(flat, number))
+
+    def _start_inside(self, flat: Tensor, number: int) -> Callable[[], Pending]:
+        """Start the reduce-scatter of this node, or return how: behind the current CUDA stream."""
+        if self._inside.waits_on_host:
+            started = self._inside.reduce_scatter(flat, number)
+            return lambda: started
+        filled = torch.cuda.Event()
+        filled.record(torch.cuda.current_stream(flat.device))
+
+        def start() -> Pending:
+            torch.cuda.current_stream(flat.device).wait_event(filled)
+            return self._inside.reduce_scatter(flat, number)
+
+        return start
 
     def _node_shard(self, flat: Tensor) -> Tensor:
         return flat.view(self._inside.num_workers, -1)[self._inside.rank]
 
 
-def _in_sequence(first: Pending, then: Callable[[], Pending]) -> Pending:
-    """Start the second collective after the end of the first."""
+def _in_sequence(first: Callable[[], Pending], then: Callable[[], Pending]) -> Pending:
+    """Start the second collective after the end of the first, in the wait."""
     started: list[Pending] = []
 
     def wait() -> None:
-        first.wait()
-        first.join()
+        pending = first()
+        pending.wait()
+        pending.join()
         started.append(then())
         started[0].wait()
 
@@ -325,7 +352,10 @@ class PinnedCollectives:
 
     @property
     def pinned_bytes(self) -> Bytes:
-        """Pinned memory: for two workers 1.5 times the gradients, for more less than 3 times."""
+        """Pinned memory: for two workers 1.5 times the gradients, for more less than 3 times.
+
+        Each buffer is rounded up to a power of two.
+        """
         return self._pinned.nbytes
 
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
@@ -424,6 +454,11 @@ class PinnedCollectives:
         torch.cuda.set_stream(self._to_device)
 
 
+def pinned_size(nbytes: Bytes) -> Bytes:
+    """Return the size of a pinned allocation: torch rounds it up to a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
 class _PinnedBuffers:
     """Pinned buffers by key, which are kept for reuse: pinning takes milliseconds.
 
@@ -445,14 +480,15 @@ class _PinnedBuffers:
             return buffer
         pinned = torch.empty(shape, dtype=like.dtype, pin_memory=True)
         with self._lock:
-            self.nbytes += pinned.nbytes - (0 if buffer is None else buffer.nbytes)
+            self.nbytes += pinned_size(pinned.nbytes)
+            self.nbytes -= 0 if buffer is None else pinned_size(buffer.nbytes)
         return pinned
 
     def give_back(self, key: Hashable, buffer: Tensor, last_copy: torch.cuda.Event) -> None:
         """Keep a buffer that `last_copy` still uses; one is kept per key."""
         with self._lock:
             if key in self._free:
-                self.nbytes -= self._free[key][0].nbytes
+                self.nbytes -= pinned_size(self._free[key][0].nbytes)
             self._free[key] = buffer, last_copy
 
 
@@ -464,7 +500,7 @@ class NcclCollectives:
     after a reduce-scatter of the same bucket without a wait in between.
     """
 
-    waits_on_host = False
+    waits_on_host, pinned_bytes = False, 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.num_workers, self._group = group.rank(), group.size(), group

@@ -9,9 +9,11 @@ still during backward: a plain all-reduce.
 In the first backward there are no buckets yet: gradients wait until the order is known.
 """
 
+import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import cache
@@ -49,7 +51,9 @@ from polyrhythm.run.decoupled.buckets import (
     sparse_error,
 )
 from polyrhythm.run.pipeline.loss import Count, NonFiniteWarnings, divide_by
-from polyrhythm.types import AUTO, Seconds, Worker
+from polyrhythm.types import Bytes, Seconds, Worker
+
+_logger = logging.getLogger(__name__)
 
 
 class ReplicaCollectives:
@@ -72,7 +76,8 @@ class ReplicaCollectives:
         """`process_group` is torch's group of the replicas, if there is one.
 
         Replicas of one `site` average over NCCL; if there are several, of equally many replicas, it
-        is the lower level of a hierarchy. None for gloo, where a `node` is that level.
+        is the lower level of a hierarchy. None for gloo, where a `node` is that level. NCCL groups
+        are made here, also if `process_group` has NCCL: these may be aborted after a failure.
         """
         self._device, self._timeout = device, timeout
         self.control = GlooCollectives(replicas.group, timeout=timeout)
@@ -80,10 +85,10 @@ class ReplicaCollectives:
         found = replicas.all_gather_object(own, call)
         sites, nodes = [each[0] for each in found], [each[1] for each in found]
         self._nccl: dist.ProcessGroup | None = None  # of all replicas
-        self._own_nccl = list[dist.ProcessGroup]()  # groups that were made here
+        self._nccl_groups = list[dist.ProcessGroup]()  # of all replicas, or of this site
         self._nodes = None  # members by node or site, if there is a hierarchy
         if None not in sites and len(set(sites)) == 1:  # NCCL builds its own hierarchy
-            self._nccl = process_group if site == AUTO else self._new_nccl(replicas.ranks)
+            self._nccl = self._new_nccl(replicas.ranks)
         else:
             self._nodes = ranks_by_node(nodes if None in sites else sites)
         groups, inside = [replicas.group], None
@@ -100,21 +105,24 @@ class ReplicaCollectives:
         # Inside this node and across nodes, if there is a hierarchy.
         self._levels = [GlooCollectives(group, timeout=timeout) for group in groups[1:]]
         self._nccl_inside = inside
-        self._groups = [*groups, *self._own_nccl]
+        self._groups = [*groups, *self._nccl_groups]
         self.comm_thread = CommThread(self._groups, timeout=timeout)
         self._by_hierarchy: dict[bool, Collectives] = {}
 
     def _new_nccl(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         made = new_nccl_group(ranks, "averaging gradients over NCCL", timeout=self._timeout)
         assert made is not None, "it is used"
-        self._own_nccl.append(made)
+        self._nccl_groups.append(made)
         return made
 
+    @property
+    def has_nccl(self) -> bool:
+        return bool(self._nccl_groups)
+
     def finish_on_device(self) -> None:
-        """Wait until the GPU has ended all collectives, before their group is aborted."""
-        if self._own_nccl:
-            finish = torch.cuda.current_stream(self._device).synchronize
-            run_bounded(finish, timeout=self._timeout, action="averaging the last gradients")
+        """Wait until the GPU has ended all collectives of NCCL, before their group is aborted."""
+        finish = torch.cuda.current_stream(self._device).synchronize
+        run_bounded(finish, timeout=self._timeout, action="averaging the last gradients")
 
     def set_timeout(self, timeout: Seconds) -> None:
         """Bound the waits of collectives that start from now on."""
@@ -123,6 +131,10 @@ class ReplicaCollectives:
         for collectives in (self.control, *self._levels):
             collectives.timeout = timeout
         self.comm_thread.timeout = timeout
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        return sum(collectives.pinned_bytes for collectives in self._by_hierarchy.values())
 
     @property
     def has_hierarchy(self) -> bool:
@@ -176,15 +188,17 @@ class GradientSync:
         pop_divisor: Callable[[], Count | None],
         name_step: Callable[[], tuple[int, Worker]],
         is_loss_scaled: Callable[[], bool],
+        skips_on_device: Callable[[], bool],
     ) -> None:
         """`pop_divisor`: divides this worker's gradients; None if labels are not counted.
 
         `name_step`: the current step and this worker, for a warning. `is_loss_scaled`: the Trainer
-        lowers the scale if gradients are not finite, which needs no warning.
+        lowers the scale if gradients are not finite, which needs no warning. `skips_on_device`: the
+        optimizer skips a step that is not finite without the host.
         """
         self._parameters, self._names, self._pop_divisor = parameters, names, pop_divisor
         self._name_step, self._warnings = name_step, NonFiniteWarnings()
-        self._is_loss_scaled = is_loss_scaled
+        self._is_loss_scaled, self._skips_on_device = is_loss_scaled, skips_on_device
         self._tied = [parameters[index] for index in tied]
         self._control, self._comm_thread = replicas.control, replicas.comm_thread
         self.buckets: list[Bucket] = []
@@ -200,11 +214,14 @@ class GradientSync:
         self._set_phase(GradientPhase.EMPTY)
         self.is_paused = False  # gradients accumulate, and are not averaged
         # The divisor; for each parameter, whether it has a gradient; whether any is not finite.
-        memory = bytearray(8 * (2 + len(parameters) // 8))
+        # With NCCL: for each parameter, whether it is trained; whether this worker waits for none.
+        num = len(parameters) + 1
+        memory = bytearray(8 * (1 + -(-2 * num // 8)))
         self._flags = torch.frombuffer(memory, dtype=torch.uint8)
         self._divisor = self._flags[:8].view(torch.float64)
         # The same memory: setting an element of a tensor takes longer than all else in a hook.
-        self._used = memoryview(memory)[8 : 9 + len(parameters)]
+        self._used, self._trained = (memoryview(memory)[8 + i * num :][:num] for i in range(2))
+        self._agreed = self._now_trained()  # the trained parameters, as all workers know
         self._weight_gathers: dict[int, Pending] = {}  # by number of bucket
         # Copies of gathered weights to the GPU, by number of bucket, which streams must join.
         self._weight_copies: dict[int, Callable[[], bool]] = {}
@@ -212,6 +229,9 @@ class GradientSync:
         self._reduce_scatters: list[Pending] = []
         self._all_gathers: list[Pending] = []  # of gradients, in the order of buckets
         self._sent_flags: Pending | None = None  # of the last step; with NCCL only
+        # Whether this worker's gradients were not finite, by step, until the host knows of it.
+        self._unread_flags = deque[tuple[torch.cuda.Event, Tensor, int, Worker]]()
+        self._was_finite = True  # the last one that was read
         self._sums: list[Tensor] = []  # of the gradients of each bucket that was sent
         self._versions: list[int] = []  # of the parameters when their gather started
         self._waited: Seconds = 0.0  # time for which training waited for other workers
@@ -377,6 +397,7 @@ class GradientSync:
 
     def post_weight_receives(self) -> None:
         """Post the receives of weights, as other workers may be ahead; not for late buckets."""
+        self.wait_for_all()  # a bucket that no forward has used may not have taken its last ones
         for bucket in self.buckets:
             if not bucket.is_all_reduce and not bucket.is_late:
                 self.collectives.post_receives(
@@ -489,13 +510,16 @@ class GradientSync:
         self._sums.clear()
         total: Count
         if isinstance(self.collectives, NcclCollectives):  # without blocking the host
+            self.warn_of_non_finite()
+            if not self._is_loss_scaled():
+                self._read_later(bad)
             numbers = torch.stack([bad.double(), torch.ones_like(bad.double()) * own_divisor])
             self.collectives.all_reduce_sum(numbers)
             bad, total = numbers
             self._exchange_used()
         else:
             self._used[-1], self._divisor[0] = int(bad), own_divisor
-            step, worker = self._name_step()  # with NCCL the host does not know of them
+            step, worker = self._name_step()
             is_fine = self._is_loss_scaled() or not self._used[-1]
             self._warnings.after(is_finite=is_fine, step=step, worker=worker)
             self._control.all_reduce_flags(self._flags, 0).wait()
@@ -513,7 +537,8 @@ class GradientSync:
             divide_by(total / self.collectives.num_workers, [s.gradient for s in self.shards])
         flag = bad.bool().to(self.found_inf.device)
         # What is not finite is never applied: without a gradient the optimizer skips the step.
-        # With NCCL the host does not know of it, and the gradients become 0.
+        # With NCCL the host does not know of it: the gradients become 0, and optimizers that take
+        # `found_inf` skip the step.
         is_skipped = False
         if isinstance(self.collectives, NcclCollectives):
             for bucket in self.buckets:
@@ -525,18 +550,63 @@ class GradientSync:
             shard.parameter.grad = shard.gradient if is_used else None
         self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(flag, torch.nan)
 
+    def _read_later(self, bad: Tensor) -> None:
+        """Copy this worker's flag to the host without waiting for the GPU."""
+        flag, copied = bad.to("cpu", non_blocking=True), torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(bad.device))
+        self._unread_flags.append((copied, flag, *self._name_step()))
+
+    def warn_of_non_finite(self) -> None:
+        """With NCCL, warn of steps whose flags have arrived; each comes a step late, or later."""
+        while self._unread_flags and self._unread_flags[0][0].query():
+            _, flag, step, worker = self._unread_flags.popleft()
+            is_finite = not flag.item()
+            if self._skips_on_device():
+                self._warnings.after(is_finite=is_finite, step=step, worker=worker)
+            elif self._was_finite and not is_finite:
+                _logger.warning(
+                    "step %d: the gradients of %s are not finite, and count as 0 on all replicas: "
+                    "momentum and weight decay are applied; a fused optimizer skips such a step, "
+                    "and so does a GradScaler",
+                    *(step, worker),
+                )
+            self._was_finite = is_finite
+
     def _exchange_used(self) -> None:
         """With NCCL, find out which parameters any worker has used.
 
-        If this worker has used all of them it knows that, and its host waits for no other: it only
-        sends its flags, and receives those of the others in the next step.
+        If this worker has used all that are trained it knows that, and its host waits for no other:
+        it only sends its flags, and receives those of the others in the next step.
         """
         self.finish_flags()
+        self._trained[:-1] = self._now_trained()
+        waits_for_none = self._used[:-1] == self._trained[:-1] == self._agreed
+        self._trained[-1] = waits_for_none
         exchanged = self._flags.clone()
         self._sent_flags = self._control.all_reduce_flags(exchanged, 0)
-        if not all(self._used[:-1]):
+        if not waits_for_none:
             self.finish_flags()
             self._flags.copy_(exchanged)
+            self._agree_on_trained()
+
+    def _now_trained(self) -> bytes:
+        return bytes(parameter.requires_grad for parameter in self._parameters)
+
+    def _agree_on_trained(self) -> None:
+        """Count parameters as trained that any worker trains, if all workers wait for the flags.
+
+        One that does not wait expects that exactly those are used which all have agreed on.
+        """
+        if not self._trained[-1]:
+            self._agreed = bytes(self._trained[:-1])
+            return
+        for name, used, agreed in zip(self._names, self._used, self._agreed, strict=False):
+            if used and not agreed:
+                raise PolicyError(
+                    f"{name} has a gradient, but is frozen on another worker",
+                    expected="parameters that all workers train, or freeze, from the same step on",
+                    fix="call requires_grad_() on all workers before the same backward",
+                )
 
     def finish_flags(self) -> None:
         """Wait until other workers have received the flags of the last step."""

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polyrhythm.errors import PolicyError
+from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.comm.process_groups import (
@@ -101,7 +101,7 @@ _logger = logging.getLogger(__name__)
 _CONSTRUCTOR = "DistributedOptimizer()"  # the calls that all workers make together
 _STEP, _CLIP, _GRADIENTS = "step()", "clip_grad_norm_()", "the mean gradients"
 _FIRST_MEAN, _ATTACH = "the first mean of gradients", "attach()"
-_STATE_DICT, _ASYNC_STATE_DICT = "state_dict()", "async_state_dict()"
+_STATE_DICT, _ASYNC_STATE_DICT, _CLOSE = "state_dict()", "async_state_dict()", "close()"
 
 
 @dataclass(slots=True)
@@ -191,6 +191,7 @@ class DistributedOptimizer(Optimizer):
             (lambda: None) if stage is None else stage.pop_divisor,
             self._name_step,
             lambda: stage is not None and stage.is_loss_scaled,
+            lambda: self._step_supports_amp_scaling,
         )
         self._is_updating = False
         self._autotuner: BucketAutotuner | None = None
@@ -270,6 +271,11 @@ class DistributedOptimizer(Optimizer):
     def is_tuned(self) -> bool:
         """Whether `candidate` is final."""
         return not self._is_auto or (self._autotuner is not None and self._autotuner.is_over)
+
+    @property
+    def pinned_bytes(self) -> Bytes:
+        """Size of the pinned memory through which buckets on a GPU pass over gloo."""
+        return self._collectives.pinned_bytes
 
     @property
     def whole_param_groups(self) -> list[dict[str, Any]]:
@@ -498,12 +504,18 @@ class DistributedOptimizer(Optimizer):
     def close(self) -> None:
         """Receive all parameters of the last step, finish the sends to other workers, and end.
 
-        Without it, the interpreter waits some seconds at exit for those sends, then drops them.
+        All workers call it; over NCCL it waits until all have their parameters. Without it, the
+        interpreter waits some seconds at exit for those sends, then drops them.
         """
         try:
             self.synchronize()
             self._gradient_sync.finish_flags()
-            self._collectives.finish_on_device()
+            if self._collectives.has_nccl:
+                self._collectives.finish_on_device()
+                self._gradient_sync.warn_of_non_finite()
+                # An abort drops what NCCL has taken from this GPU and not yet sent to another.
+                with contextlib.suppress(PeerError):  # a worker that is lost needs nothing
+                    self._replicas.all_gather_number(0.0, _CLOSE)
         finally:
             self._remove_hooks()
             if self._current.background is not None:
@@ -561,23 +573,51 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler may leave it to the fused wrapped optimizer to skip a step."""
-        return bool(getattr(self._inner, "_step_supports_amp_scaling", False))
+        """Whether the wrapped optimizer skips a step by itself, if it gets `found_inf`.
+
+        Not with dampening: it has no effect in the first step that is applied, of which a fused
+        SGD would not know.
+        """
+        return bool(getattr(self._inner, "_step_supports_amp_scaling", False)) and all(
+            group.get("fused") and not group.get("dampening") for group in self._inner.param_groups
+        )
 
     def _update(self) -> None:
         """Step the wrapped optimizer once, as its counters expect, and gather the weights."""
+        marks = self._marks()
         self._gradient_sync.found_inf.grad = None  # it is not a weight
-        of_scaler = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
-        for name in of_scaler:
-            setattr(self._inner, name, getattr(self, name))
+        if "found_inf" in marks:
+            self._begin_momentum()
+        for name, mark in marks.items():
+            setattr(self._inner, name, mark)
         self._is_updating = True
         try:
             self._inner.step()
         finally:
             self._is_updating = False
-            for name in of_scaler:
+            for name in marks:
                 delattr(self._inner, name)
         self._gradient_sync.gather_weights()
+
+    def _marks(self) -> dict[str, Tensor]:
+        """Return what tells a fused optimizer to skip the step: of a GradScaler, or over NCCL."""
+        of_scaler = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
+        is_on_device = isinstance(self._gradient_sync.collectives, NcclCollectives)
+        if of_scaler or not is_on_device or not self._step_supports_amp_scaling:
+            return of_scaler
+        mark = self._gradient_sync.found_inf.grad
+        assert mark is not None, "it is set when the gradients are averaged"
+        return {"found_inf": mark.isnan().float().squeeze()}
+
+    def _begin_momentum(self) -> None:
+        """Begin the momentum of SGD with 0: a first step that is skipped leaves it undefined."""
+        groups = self._inner.param_groups if isinstance(self._inner, torch.optim.SGD) else []
+        for group in groups:
+            for parameter in group["params"]:
+                if group["momentum"] and parameter.grad is not None:
+                    state = self._inner.state[parameter]
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _average(self) -> None:
         """Wait for the mean gradients, after backward; the first time make the buckets."""
@@ -744,7 +784,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._start: Any = None
         self._steps: list[tuple[Any, Any]] = []
 
@@ -770,7 +810,7 @@ class StepClock:
         if not self._is_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
 
