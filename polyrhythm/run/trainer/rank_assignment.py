@@ -117,6 +117,20 @@ class JobProcesses:
         return JobStore(backend, self._ctx.rank, timeout=self.timeout, name_of=name_of)
 
 
+def device_of_process(wanted: torch.device | str | None, ctx: DistContext) -> torch.device:
+    """Return `wanted`, or by default this process's GPU if the machine has GPUs.
+
+    A wanted "cuda" is this process's GPU, too: that of its local rank, or without a launcher the
+    one that the script has made torch's current device.
+    """
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(("cuda" if has_gpu else "cpu") if wanted is None else wanted)
+    if str(device) != "cuda" or not has_gpu:
+        return device
+    index = torch.cuda.current_device() if ctx.world_size == 1 else ctx.local_rank
+    return torch.device("cuda", index % torch.cuda.device_count())
+
+
 class Gpu(msgspec.Struct, frozen=True):
     """The GPU of a worker, as NCCL knows it."""
 
@@ -249,18 +263,6 @@ class JobMembership:
             return None
         num_pipelines, num_stages = self.plan.num_pipelines, self.plan.num_stages
         return job_mesh(num_pipelines, num_stages, device_type=device_type, timeout=self.timeout)
-
-    def device(self, wanted: torch.device | str | None) -> torch.device:
-        """Return `wanted`, or by default this process's GPU if the machine has GPUs.
-
-        A wanted "cuda" is this process's GPU, too.
-        """
-        has_gpu = torch.cuda.is_available()
-        default = "cuda" if has_gpu else "cpu"
-        device = torch.device(default if wanted is None else wanted)
-        if str(device) == "cuda" and has_gpu:
-            return torch.device("cuda", self.ctx.local_rank % torch.cuda.device_count())
-        return device
 
     def leave(self) -> None:
         """Leave the process group; all processes call it."""

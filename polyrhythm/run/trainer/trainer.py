@@ -72,6 +72,7 @@ from polyrhythm.run.trainer.rank_assignment import (
     JobProcesses,
     choose_sites,
     describe_sites,
+    device_of_process,
     join_job,
     machine_name,
 )
@@ -226,7 +227,7 @@ class Trainer:
         store.run_on_leader("the comparison of stages", check, members)
         self._check_sync(store)
         self._open_files(store)
-        torch_device = membership.device(config.device.name)
+        torch_device = device_of_process(config.device.name, membership.ctx)
         if torch_device.type == "cuda":
             torch.cuda.set_device(torch_device)
         self._check_capabilities(torch_device, store)
