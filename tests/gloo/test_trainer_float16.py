@@ -308,6 +308,23 @@ def test_a_checkpoint_without_a_scale_starts_with_the_default(tmp_path: Path) ->
         assert made.fit(max_steps=4, progress=False).steps[0].loss_scale is None
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_restored_run_has_the_implementation_of_its_own_optimizer(
+    tmp_path: Path, before: bool
+) -> None:
+    """A scaler lets fused optimizers skip a step, and others need not know of it."""
+    for fused, end in ((before, 3), (not before, 8)):
+        optimizer_fn = partial(torch.optim.AdamW, lr=1e-2, fused=fused)
+        with float16_trainer(
+            1, 1, run_dir=tmp_path, optimizer_fn=optimizer_fn, lr_schedule=None
+        ) as made:
+            assert made.restore() == (0 if fused == before else 3)
+            (group,) = made._progress.optimizer.param_groups
+            assert bool(group["fused"]) == fused
+            made.fit(max_steps=end, progress=False)
+            made.save()
+
+
 def test_a_loss_that_is_not_finite_still_stops() -> None:
     def poisoned(output: Tensor, target: Tensor) -> Tensor:
         return mse_loss(output, target) * torch.nan

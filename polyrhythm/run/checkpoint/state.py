@@ -43,6 +43,8 @@ MODEL_KEY = "model.{}".format  # names a tensor in the files
 OPTIMIZER_KEY = "optimizer.{}.{}".format  # of a parameter, and a key of its state
 _COMPILED = "_orig_mod."  # in the names of modules that torch.compile wraps
 _NO_OPTIONS = ("params", "param_names")
+# How an optimizer computes, not what: those of the restoring script count, not the saved ones.
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,12 @@ def _state_dict(
                     "the same parameter groups",
                 )
         known = options[members[0]] if members else {}
-        groups.append(group | {key: _like(value, group.get(key)) for key, value in known.items()})
+        restored = {
+            key: _like(value, group.get(key))
+            for key, value in known.items()
+            if key not in _IMPLEMENTATION
+        }
+        groups.append(group | restored)
     state: dict[int, Any] = {}
     for index, name in enumerate(names):
         if name in saved.state:
