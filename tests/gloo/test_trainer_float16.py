@@ -325,6 +325,40 @@ def test_a_restored_run_has_the_implementation_of_its_own_optimizer(
             made.save()
 
 
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+def test_fused_sgd_has_no_momentum_after_skipped_first_steps(
+    tmp_path: Path, num_pipelines: int
+) -> None:
+    """torch allocates the momentum in the first step, and a skipped step leaves it as it is."""
+
+    def work(ctx: DistContext | None, fused: bool) -> Any:
+        freed = [torch.full((size,), 7.0) for size in range(1, 260) for _ in range(20)]
+        del freed  # the next allocations contain these numbers
+        optimizer_fn = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=fused)
+        with float16_trainer(1, num_pipelines, optimizer_fn=optimizer_fn) as made:
+            steps = made.fit(max_steps=STEPS, progress=False).steps
+            assert not math.isfinite(steps[0].grad_norm), "skipped"
+            return [step.loss for step in steps]
+
+    fused, plain = (
+        run_job(num_pipelines, partial(work, fused=fused), tmp_path / str(fused))[0]
+        for fused in (True, False)
+    )
+    assert fused == pytest.approx(plain, rel=ROUNDING)
+
+
+def test_fused_sgd_with_dampening_is_refused() -> None:
+    """Its first momentum is not dampened: it cannot start with zeros."""
+    options = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}
+    with (
+        float16_trainer(1, 1, optimizer_fn=partial(torch.optim.SGD, fused=True, **options)) as made,
+        pytest.raises(LaunchError, match=r"fused SGD with momentum=0\.9 and dampening=0\.1"),
+    ):
+        made.fit(max_steps=1, progress=False)
+    with float16_trainer(1, 1, optimizer_fn=partial(torch.optim.SGD, **options)) as made:
+        made.fit(max_steps=1, progress=False)
+
+
 def test_a_loss_that_is_not_finite_still_stops() -> None:
     def poisoned(output: Tensor, target: Tensor) -> Tensor:
         return mse_loss(output, target) * torch.nan

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from polyrhythm.errors import PeerError
+from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.loss import squared_norm
@@ -59,6 +59,28 @@ class LossScaler(torch.amp.GradScaler):
         """Let `step` skip the update, and `update` lower the scale; after `unscale_`."""
         for found in self._found_inf_per_device(optimizer).values():
             found.fill_(1.0)
+
+
+def zero_momentum(optimizer: Optimizer) -> None:
+    """Let the first step of a fused SGD be skipped: create its missing momentum buffers, as zeros.
+
+    torch 2.13 allocates them in the first step, and the kernel of a skipped step does not fill
+    them. The first momentum is the gradient, as from zeros, unless it is dampened.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if not (group["fused"] and group["momentum"]):
+            continue
+        for parameter in group["params"]:
+            if optimizer.state[parameter].get("momentum_buffer") is not None:
+                continue
+            if group["dampening"]:
+                raise LaunchError(
+                    f"fused SGD with momentum={group['momentum']:g} and "
+                    f"dampening={group['dampening']:g}, whose first step may be skipped",
+                    expected="dampening=0: torch's first momentum is not dampened",
+                    fix="omit dampening, or omit fused=True",
+                )
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class NoSync:
