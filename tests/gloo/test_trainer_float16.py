@@ -29,6 +29,7 @@ from polyrhythm.run.pipeline.loss import add_auxiliary_loss
 from polyrhythm.run.pipeline.partition import build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.config import DataConfig, DeviceConfig
+from polyrhythm.run.trainer.sync_strategy import skips_marked_steps
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.pipelines import run_stages
 from tests.gloo.trainer_jobs import BATCH, LAYERS, NUM_SAMPLES, plan_of, run_job
@@ -345,6 +346,43 @@ def test_fused_sgd_has_no_momentum_after_skipped_first_steps(
         for fused in (True, False)
     )
     assert fused == pytest.approx(plain, rel=ROUNDING)
+
+
+class OldContract(torch.optim.AdamW):
+    """Takes the scaler itself, as apex does, and not the mark of a step to skip."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        del self.found_inf
+        return super().step(closure)
+
+
+class NoScaling(torch.optim.SGD):
+    _step_supports_amp_scaling = False
+
+
+@pytest.mark.parametrize(
+    ("make", "skips"),
+    [
+        (partial(torch.optim.Adam, fused=True), True),
+        (partial(torch.optim.AdamW, fused=True), True),
+        (partial(torch.optim.SGD, lr=0.1, fused=True), True),
+        (torch.optim.AdamW, False),
+        (OldContract, False),
+        (partial(NoScaling, lr=0.1), False),
+    ],
+)
+def test_optimizers_that_skip_a_step_by_themselves(make: Any, skips: bool) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = make([weight])
+    assert skips_marked_steps(optimizer) == skips
+    if skips:
+        weight.grad, optimizer.found_inf = torch.full_like(weight, torch.nan), torch.ones(())
+        optimizer.step()
+        assert weight.tolist() == [1.0] * 4
+        optimizer.param_groups[0]["fused"] = None
+        assert not skips_marked_steps(optimizer), "one group is not fused"
 
 
 def test_fused_sgd_with_dampening_is_refused() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.run.averaging.group_sync import GroupSync
@@ -59,6 +59,15 @@ class LossScaler(torch.amp.GradScaler):
         """Let `step` skip the update, and `update` lower the scale; after `unscale_`."""
         for found in self._found_inf_per_device(optimizer).values():
             found.fill_(1.0)
+
+
+def skips_marked_steps(optimizer: Optimizer) -> bool:
+    """Return whether a step changes nothing if `found_inf` of the optimizer is 1.
+
+    Not by `_step_supports_amp_scaling`: others set it, for other contracts, or to False.
+    """
+    is_known = type(optimizer) in (Adam, AdamW, SGD)
+    return is_known and all(group["fused"] for group in optimizer.param_groups)
 
 
 def zero_momentum(optimizer: Optimizer) -> None:
@@ -144,7 +153,7 @@ class NoSync:
         """Whether the optimizer can skip a step without the host knowing whether it does."""
         is_alone = type(self) is NoSync and self._pipeline.num_stages == 1
         is_on_gpu = self._pipeline.device.type == "cuda"
-        return is_alone and is_on_gpu and hasattr(self.optimizer, "_step_supports_amp_scaling")
+        return is_alone and is_on_gpu and skips_marked_steps(self.optimizer)
 
     def _step_if_finite(self) -> None:
         """Step; a fused optimizer changes nothing if the norm of the gradients is not finite.
