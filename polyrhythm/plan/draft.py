@@ -178,10 +178,10 @@ def assemble_plan(
 
 
 def regions_of(cluster: Cluster) -> tuple[PlanRegion, ...]:
-    """Return the devices by region; nothing if all are in one."""
-    devices = {region: list[str]() for region in cluster.regions}
-    for device in cluster.devices:
-        devices[device.region].append(device.name)
+    """Return the devices by site; nothing if all are in one."""
+    devices: dict[str, list[str]] = {}
+    for device, site in zip(cluster.devices, cluster.sites, strict=True):
+        devices.setdefault(site, []).append(device.name)
     found = tuple(PlanRegion(name=name, devices=tuple(some)) for name, some in devices.items())
     return found if len(found) > 1 else ()
 

@@ -43,7 +43,7 @@ from polyrhythm.plan.plan import PLAN_VARIABLE, PipelinePlan, Plan, Sources, eve
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.data.loader import as_arguments
-from polyrhythm.run.machine import usable_memory
+from polyrhythm.run.machine import machine_name, usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
 from polyrhythm.run.profile.profile import (
@@ -54,7 +54,7 @@ from polyrhythm.run.profile.profile import (
 )
 from polyrhythm.run.trainer.check_model import first_samples
 from polyrhythm.run.trainer.config import DeviceConfig, TrainerConfig
-from polyrhythm.run.trainer.rank_assignment import JobProcesses, device_of_process, machine_name
+from polyrhythm.run.trainer.rank_assignment import JobProcesses, device_of_process
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.types import AUTO, Bytes, Seconds

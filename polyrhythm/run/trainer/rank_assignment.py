@@ -24,17 +24,12 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import job_mesh
 from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend, prefixed
+from polyrhythm.run.machine import DEVICE, machine_name
 from polyrhythm.run.probe.probe import distinct_names
 from polyrhythm.types import Seconds, Worker
 
 LEADER = Worker(0, 0)
-DEVICE = "POLYRHYTHM_DEVICE"  # names the device of a process; the lab sets it
 _SINGLE_PROCESS = DistContext(rank=0, world_size=1, local_rank=0)
-
-
-def machine_name() -> str:
-    """Return the machine of this process; in the lab each device is a machine."""
-    return os.environ.get(DEVICE) or socket.gethostname()
 
 
 class HostInfo(msgspec.Struct, frozen=True):

@@ -41,6 +41,7 @@ from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
+from polyrhythm.run.machine import machine_name
 from polyrhythm.run.pipeline.loss import LossFunction
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition, build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -74,7 +75,6 @@ from polyrhythm.run.trainer.rank_assignment import (
     describe_sites,
     device_of_process,
     join_job,
-    machine_name,
 )
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sampler import DataSettings
