@@ -99,7 +99,7 @@ class ProbeOptions:
     device: str = "auto"
     dtype: str = "float32"
     all_at_once: bool = False  # allow concurrent pairs on the same machine
-    nccl: bool = True  # measure GPUs of one machine over NCCL, too, which plans do not read
+    nccl: bool = True  # measure GPUs of one machine over NCCL, too; seconds per pair
     effort: ProbeEffort = field(default_factory=ProbeEffort)
 
 
