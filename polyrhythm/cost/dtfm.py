@@ -83,10 +83,15 @@ class LayoutCost:
 
 def device_links(cluster: Cluster) -> tuple[Matrix, Matrix]:
     """Latency (s) and bandwidth (bytes/s) from device to device, in the cluster's order."""
+    return by_device(cluster, cluster.latency), by_device(cluster, cluster.bandwidth)
+
+
+def by_device(cluster: Cluster, matrix: Sequence[Sequence[float]]) -> Matrix:
+    """A matrix over devices, in the cluster's order, from one over regions."""
     regions = {region: index for index, region in enumerate(cluster.regions)}
     of_device = np.array([regions[device.region] for device in cluster.devices])
-    everyone = np.ix_(of_device, of_device)
-    return np.array(cluster.latency)[everyone], np.array(cluster.bandwidth)[everyone]
+    table: Matrix = np.array(matrix)[np.ix_(of_device, of_device)]
+    return table
 
 
 def pair_times(

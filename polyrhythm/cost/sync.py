@@ -5,6 +5,8 @@ owner its shard, in the all-gather each owner sends its result to all (`run/aver
 All links are used at once, so the slowest one decides; but no device sends faster in total than its
 uplink. A transfer starts when its sender learns that the receive is posted, so it takes a latency
 each way. If a coordinator forms the groups (`GroupSync`), it is asked before, and notified after.
+Between GPUs of one site, messages of stages go over NCCL, and so do decoupled averages; all others
+go over gloo. NCCL does not use the uplink, which is a network card.
 
 For comparison there are two others: a ring, the common all-reduce elsewhere, in which every shard
 crosses the slowest link of the ring; and DT-FM's sharded servers (eq. 2), which serve one peer
@@ -24,7 +26,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from polyrhythm.cost.dtfm import device_links
+from polyrhythm.cost.dtfm import by_device, device_links
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
@@ -57,11 +59,37 @@ class Links:
     latency: Matrix
     bandwidth: Matrix
     uplinks: Matrix  # bytes per second that each device sends at most, to all others together
+    gloo: "Links | None" = None  # the same without NCCL; None if no pair uses it
 
     @classmethod
     def of(cls, cluster: Cluster) -> "Links":
+        """Return the links of messages between stages: over NCCL inside sites, if measured."""
         latency, bandwidth = device_links(cluster)
-        return cls(latency=latency, bandwidth=bandwidth, uplinks=np.array(uplinks_of(cluster)))
+        uplinks = np.array(uplinks_of(cluster))
+        gloo = cls(latency=latency, bandwidth=bandwidth, uplinks=uplinks)
+        if not (cluster.nccl_latency and cluster.nccl_bandwidth):
+            return gloo
+        sites = np.array(cluster.sites)
+        nccl_bandwidth = by_device(cluster, cluster.nccl_bandwidth)
+        over_nccl = (sites[:, None] == sites[None, :]) & (nccl_bandwidth > 0)
+        nccl_latency = by_device(cluster, cluster.nccl_latency)
+        return cls(
+            latency=np.where(over_nccl, nccl_latency, latency),
+            bandwidth=np.where(over_nccl, nccl_bandwidth, bandwidth),
+            uplinks=uplinks,
+            gloo=gloo,
+        )
+
+    def of_averages(self, sync: Sync) -> "Links":
+        """Return the links of averages: only those of `decoupled` go over NCCL."""
+        return self if self.gloo is None or sync is Sync.DECOUPLED else self.gloo
+
+    @cached_property
+    def uses_uplink(self) -> Matrix:
+        """1.0 for pairs whose messages share the sender's uplink: those over gloo; else 0.0."""
+        if self.gloo is None:
+            return np.ones(self.bandwidth.shape)
+        return np.where(self.bandwidth == self.gloo.bandwidth, 1.0, 0.0)
 
     @cached_property
     def both_ways(self) -> Matrix:
@@ -106,6 +134,7 @@ def reduce_scatter_times(
 
     With a coordinator on a device, add one message to it and one back.
     """
+    links = links.of_averages(sync)
     scatter_times = _reduce_scatter_times(groups, links, sync)
     if coordinator is None or sync not in _COORDINATED:
         return scatter_times
@@ -143,7 +172,7 @@ def _exchange(members: Sequence[int], sent: Matrix, links: Links) -> Seconds:
     bandwidth = np.where(apart, links.bandwidth[among], np.inf)
     both_ways = (links.latency + links.latency.T)[among]
     each = np.where(apart, both_ways, 0.0) + sent[among] / bandwidth
-    in_all = (sent.sum(axis=1) / links.uplinks)[list(members)]
+    in_all = ((sent * links.uses_uplink).sum(axis=1) / links.uplinks)[list(members)]
     return float(max(each.max(), in_all.max()))
 
 

@@ -24,6 +24,7 @@ class Device:
 
     name: str
     region: str
+    host: str | None = None  # the machine that has it
     memory: Bytes | None = None
     speed: float = 1.0  # relative to the device that a model was profiled on
     price_per_hour: float | None = None  # in any currency, the same for all devices
@@ -99,6 +100,18 @@ class Cluster:
                 fix="skip what a device sends to itself: it costs nothing",
             )
         return self._region_link(self._region_index(a), self._region_index(b))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The site of each device: inside it GPUs communicate over NCCL, between sites over gloo.
+
+        It is the region; of a device that is alone in its region, as after a probe, the host.
+        """
+        num_devices = Counter(device.region for device in self.devices)
+        return tuple(
+            (device.host or device.region) if num_devices[device.region] == 1 else device.region
+            for device in self.devices
+        )
 
     @classmethod
     def load(cls, source: str | Path) -> "Cluster":

@@ -33,6 +33,7 @@ class _DeviceForm:
 
     name: str | None = None
     region: str | None = None  # None: the device is its own region
+    host: str | None = None
     count: int = 1
     memory: Bytes | None = None
     speed: float = 1.0

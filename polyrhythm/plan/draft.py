@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.layout import (
@@ -178,10 +179,10 @@ def assemble_plan(
 
 
 def regions_of(cluster: Cluster) -> tuple[PlanRegion, ...]:
-    """Return the devices by region; nothing if all are in one."""
-    devices = {region: list[str]() for region in cluster.regions}
-    for device in cluster.devices:
-        devices[device.region].append(device.name)
+    """Return the devices by site; nothing if all are in one."""
+    devices: dict[str, list[str]] = {}
+    for device, site in zip(cluster.devices, cluster.sites, strict=True):
+        devices.setdefault(site, []).append(device.name)
     found = tuple(PlanRegion(name=name, devices=tuple(some)) for name, some in devices.items())
     return found if len(found) > 1 else ()
 
@@ -304,7 +305,7 @@ def _sync_per_byte(problem: Problem, devices: Ints) -> float:
     num_pipelines = devices.shape[1]
     if num_pipelines == 1:
         return 0.0
-    bandwidth = problem.links.bandwidth
+    bandwidth = problem.links.of_averages(Sync(problem.job.sync)).bandwidth
     among = bandwidth[devices[:, :, None], devices[:, None, :]]
     apart = ~np.eye(num_pipelines, dtype=bool)
     slowest = np.where(apart, among, np.inf).min(axis=(1, 2))

@@ -128,8 +128,10 @@ def prices_of(
     stages = problem.stages(layers_per_stage, microbatch_size, recompute)
     links, sync = problem.links, Sync(problem.job.sync)
     apart = ~np.eye(problem.num_devices, dtype=bool)
-    per_byte = np.divide(1.0, links.bandwidth, out=np.zeros_like(links.bandwidth), where=apart)
-    latency = np.where(apart, links.latency, 0.0)
+    averages = links.of_averages(sync)
+    per_byte, latency = _per_byte(links.bandwidth), np.where(apart, links.latency, 0.0)
+    average_per_byte = _per_byte(averages.bandwidth)
+    average_latency = np.where(apart, averages.latency, 0.0)
     group = min(num_pipelines, GROUP_SIZE) if sync is Sync.GROUPS else num_pipelines
     work = np.array([stage.forward + stage.backward for stage in stages])
     num_microbatches = problem.job.batch_size / microbatch_size
@@ -155,6 +157,9 @@ def prices_of(
                 np.maximum(per_byte, per_byte.T),
                 per_byte + per_byte.T,
                 egress + egress.T,
+                average_latency + average_latency.T,
+                np.maximum(average_per_byte, average_per_byte.T),
+                averages.uses_uplink,
             ]
         ),
         _over(problem, layers_per_stage, microbatch_size, recompute, work.sum() * num_microbatches),
@@ -164,6 +169,12 @@ def prices_of(
         not problem.job.unequal,
         sync not in _SEQUENTIAL,
     )
+
+
+def _per_byte(bandwidth: Floats) -> Floats:
+    """Return seconds per byte between devices; 0 from a device to itself."""
+    apart = ~np.eye(len(bandwidth), dtype=bool)
+    return np.divide(1.0, bandwidth, out=np.zeros_like(bandwidth), where=apart)
 
 
 def _over(

@@ -24,7 +24,7 @@ class LayoutPrices(NamedTuple):
 
     stages: Floats  # [WORK, ACTIVATION or SHARE, stage]
     devices: Floats  # [SLOWNESS, SENDS or RENT, device]
-    pairs: Floats  # [ROUND_TRIP, BUSY, BOTH or EGRESS, device, device]
+    pairs: Floats  # [ROUND_TRIP, ... or USES_UPLINK, device, device]
     over: Floats  # [stage, device]: penalty in seconds for missing memory
     num_microbatches: float  # of all columns
     num_peers: float  # peers that a member of a row serves at a time
@@ -39,6 +39,8 @@ WORK, ACTIVATION, SHARE = 0, 1, 2
 SLOWNESS, SENDS, RENT = 0, 1, 2  # 1 / speed; seconds per byte to all others; price per second
 ROUND_TRIP, BUSY, BOTH, EGRESS = 0, 1, 2, 3
 # sum of both latencies; seconds per byte of the slower direction; of both; price per byte of both
+AVERAGE_TRIP, AVERAGE_BUSY, USES_UPLINK = 4, 5, 6
+# the first two of averages, which may use another backend; 1 if they share the sender's uplink
 
 
 class LayoutState(NamedTuple):
@@ -79,18 +81,21 @@ def row_times(state: LayoutState, prices: LayoutPrices, s: int) -> None:
     trips = 2.0 if prices.concurrent else 1.0  # both latencies, for reduce-scatter and all-gather
     for i in range(size):
         a = state.layout[s, i]
-        slowest, total_time = 0.0, 0.0
+        slowest, total_time, num_on_uplink = 0.0, 0.0, 0.0
         for j in range(size):
             if i != j:
                 b = state.layout[s, j]
                 # Reduce-scatter and all-gather use both directions, so the slower one counts.
-                one = trips * prices.pairs[ROUND_TRIP, a, b] + 2 * share * prices.pairs[BUSY, a, b]
+                one = trips * prices.pairs[AVERAGE_TRIP, a, b]
+                one += 2 * share * prices.pairs[AVERAGE_BUSY, a, b]
+                num_on_uplink += prices.pairs[USES_UPLINK, a, b]
                 slowest = max(slowest, one)
                 total_time += one
                 # Each pair is visited twice: reduce-scatter and all-gather.
                 sent += share * prices.pairs[EGRESS, a, b]
         if prices.concurrent:
-            total_time = max(slowest, 2 * share * prices.num_peers * prices.devices[SENDS, a])
+            num_peers = prices.num_peers * (num_on_uplink / max(size - 1, 1))
+            total_time = max(slowest, 2 * share * num_peers * prices.devices[SENDS, a])
         worst = max(worst, total_time)
         total += total_time
     sent *= prices.num_peers / max(size - 1, 1)  # a part of them, in groups

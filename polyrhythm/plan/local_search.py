@@ -9,6 +9,7 @@ device is nearest to all others becomes the first one: rank 0 has the coordinato
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from polyrhythm.cost.sync import Sync
 from polyrhythm.errors import UserError
 from polyrhythm.plan.draft import assign_microbatches
 from polyrhythm.plan.plan import PipelinePlan, Plan
@@ -46,7 +47,7 @@ def refine_plan(
 
 
 def _first_pipeline(prediction: Prediction, problem: Problem) -> Prediction:
-    plan, latency = prediction.plan, problem.links.latency
+    plan, latency = prediction.plan, problem.links.of_averages(Sync(problem.job.sync)).latency
     used = [problem.index[use.device] for use in prediction.uses]
 
     def farthest(pipeline: PipelinePlan) -> float:

@@ -63,7 +63,10 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRegion:
-    """The devices of a region: inside it GPUs communicate over NCCL, between regions over gloo."""
+    """The devices of a site: a region of the cluster, or devices of one host.
+
+    Inside it GPUs communicate over NCCL, between regions over gloo.
+    """
 
     name: str
     devices: tuple[str, ...]
@@ -116,7 +119,7 @@ class Plan:
     cluster: str = ""  # name of the cluster that it was made for
     model: str = ""
     left_out: tuple[str, ...] = ()  # devices without work
-    regions: tuple[PlanRegion, ...] = ()  # of the cluster; empty if it has only one
+    regions: tuple[PlanRegion, ...] = ()  # sites of the cluster; empty if it has only one
     predicted: PredictedStep | None = None
     sources: Sources | None = None
 

@@ -305,9 +305,10 @@ def time_parts(
 
 
 def _slowest_pair(step: StepSpec, names: Sequence[str]) -> str:
+    links = step.links.of_averages(step.sync)
     slowest = max(
         (
-            step.links.transfer(a, b, group.size / len(group.members)),
+            links.transfer(a, b, group.size / len(group.members)),
             f"slowest {names[a]} - {names[b]}",
         )
         for group in groups_of(step)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TORCH_TIMEOUT: Seconds = 120.0  # a first import from a slow disk is slow
 GLOO_TIMEOUT: Seconds = 20.0
+DEVICE = "POLYRHYTHM_DEVICE"  # names the device of a process; the lab sets it
 LOW_SPACE = 2**30  # give advice below these bytes of memory, shared memory or disk
 
 _BACKENDS = ("gloo", "nccl", "mpi")
@@ -168,6 +169,11 @@ def _memory() -> CheckResult:
     is_low = min(machine.available, limit) < LOW_SPACE
     advice = "use few workers: each worker of the demo takes about 0.3GiB" if is_low else ""
     return CheckResult("memory", text, None, advice)
+
+
+def machine_name() -> str:
+    """Return the machine of this process; in the lab each device is a machine."""
+    return os.environ.get(DEVICE) or socket.gethostname()
 
 
 def usable_memory() -> Bytes:

@@ -14,7 +14,7 @@ from polyrhythm.events import LogReader
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.folder import latest
 from polyrhythm.run.checkpoint.manifest import CheckpointError, read_manifest
-from polyrhythm.run.checkpoint.state import restore
+from polyrhythm.run.checkpoint.state import StageModel, restore
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.sinks.jsonl import EventLog
 from tests.gloo.checkpoint_models import (
@@ -224,6 +224,33 @@ def test_checkpoint_of_another_optimizer_is_rejected(tmp_path: Path) -> None:
         strict=True,
     ):
         assert message in text
+
+
+class Words(nn.Module):
+    """Its forward shortens rows of both tables; the head has the weight of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8)
+        self.table, self.bag = nn.Embedding(8, 4, max_norm=0.1), nn.EmbeddingBag(8, 4, max_norm=0.1)
+        self.plain, self.table.weight = nn.Embedding(8, 4), self.head.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.table(ids) + self.bag(ids[:, None]) + self.plain(ids)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def test_copies_that_overlap_the_next_forward_are_of_weights_that_it_does_not_change() -> None:
+    module = Words()
+    module.plain.weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module(torch.arange(8))
+    model = StageModel.of(module)
+    changed = {name for name, value in module.state_dict().items() if not value.equal(before[name])}
+    assert changed == {"head.weight", "table.weight", "bag.weight"}
+    assert model.constant_in_forward == {"model.head.bias"}
+    assert model.trained == {"model.head.bias", "model.head.weight", "model.bag.weight"}
 
 
 def test_folder_not_shared_by_all_stages_is_rejected(tmp_path: Path) -> None:

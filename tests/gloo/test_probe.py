@@ -14,12 +14,18 @@ import pytest
 import torch
 
 from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.profiles import builtin_profile
 from polyrhythm.describe.sample import Sample
+from polyrhythm.describe.write import write_cluster
+from polyrhythm.plan.draft import regions_of
+from polyrhythm.plan.make_plan import make_plan
+from polyrhythm.plan.options import PlanOptions
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe import probe as probing
 from polyrhythm.run.probe.link import PeerChannel, as_source, as_target
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, probe
+from polyrhythm.run.trainer.rank_assignment import Gpu, choose_sites, describe_sites
 from tests.gloo.commands import run_forked
 from tests.grids import long_except
 
@@ -63,6 +69,7 @@ def test_probe_of_local_processes_writes_a_loadable_cluster(tmp_path: Path) -> N
     assert cluster.flops_dtype == "float32"
     assert cluster.measured_at
     assert "3 processes on 1 machine" in cluster.source
+    assert cluster.sites == (socket.gethostname(),) * 3
     assert "here: 3 devices, 3 regions" in done.stdout
     assert "bandwidth, Mbit/s" in done.stdout
     assert "spread of bandwidth, %" in done.stdout
@@ -178,6 +185,7 @@ def test_shared_memory_is_divided_among_processes() -> None:
         probing._ProcessInfo(
             name="",
             machine=owner[0],
+            host=owner[0],
             text="",
             memory=memory,
             memory_of=owner,
@@ -195,6 +203,7 @@ def test_gpus_of_one_machine_with_one_process_each_are_measured_over_nccl() -> N
         probing._ProcessInfo(
             name="",
             machine=owner[0],
+            host=owner[0],
             text="",
             memory=1,
             memory_of=owner,
@@ -204,6 +213,57 @@ def test_gpus_of_one_machine_with_one_process_each_are_measured_over_nccl() -> N
         for owner in owners
     ]
     assert probing.nccl_pairs(members) == {frozenset({0, 2}), frozenset({1, 6})}
+
+
+def process(host: str, number: int, machine: str) -> probing._ProcessInfo:
+    return probing._ProcessInfo(
+        name=f"{host}/{number}",
+        machine=machine,
+        host=host,
+        text="",
+        memory=10**9,
+        memory_of=f"{machine} {number}",
+        is_gpu=True,
+        flops=Sample(1.0, 0.0),
+    )
+
+
+def probed(members: list[probing._ProcessInfo]) -> Cluster:
+    ranks = range(len(members))
+    figures = [
+        probing._LinkSamples(*({b: Sample(1.0, 0.0) for b in ranks if b != a} for _ in range(4)))
+        for a in ranks
+    ]
+    names = probing.distinct_names([member.name for member in members])
+    options = probing.ProbeOptions(cluster_name="probed", measured_at="2026-01-01T00:00:00+00:00")
+    return probing._cluster(names, members, figures, options)
+
+
+def test_plan_of_a_probed_cluster_trains_over_nccl_inside_each_machine(tmp_path: Path) -> None:
+    write_cluster(
+        probed([process(host, gpu, machine=host) for host in "ab" for gpu in range(4)]),
+        tmp_path / "cluster.toml",
+    )
+    cluster = Cluster.load(tmp_path / "cluster.toml")
+    profile = builtin_profile("gpt-6x64x16", flops=1e12, microbatch_size=1)
+    options = PlanOptions(num_stages=4, num_pipelines=2)
+    plan = make_plan(cluster, profile, batch_size=8, options=options)
+    workers = [plan.worker(rank) for rank in range(8)]
+    devices = [plan.pipelines[worker.pipeline].devices[worker.stage] for worker in workers]
+    gpus = [Gpu(device[0], device) for device in devices]
+    sites = choose_sites("auto", gpus, [plan.region_of(worker) for worker in workers])
+    assert sites == [device[0] for device in devices]
+    assert describe_sites(sites).count("NCCL between 4 workers in ") == 2
+
+
+def test_sites_of_a_probed_cluster() -> None:
+    one = probed([process("a", gpu, machine="a") for gpu in range(2)])
+    assert one.sites == ("a", "a")
+    assert regions_of(one) == (), "all GPUs are one site"
+    equal_names = probed([process("localhost", 0, machine=each) for each in ("x", "y")])
+    assert equal_names.sites == ("localhost (rank 0)", "localhost (rank 1)")
+    in_a_lab = probed([process(device, 0, machine="x") for device in ("n0", "n1")])
+    assert in_a_lab.sites == ("n0", "n1"), "a device of the lab is a machine"
 
 
 def test_nccl_figures_are_written_with_those_of_gloo(tmp_path: Path) -> None:

@@ -1,15 +1,66 @@
-"""Which workers of a job communicate over NCCL follows from their GPUs and the plan's regions."""
+"""Which GPU a process uses, and which workers of a job communicate over NCCL."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
 import polyrhythm as pr
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.plan import PipelinePlan, Plan, PlanRegion
-from polyrhythm.run.trainer.rank_assignment import Gpu, choose_sites, describe_sites
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.trainer.autoplan import DeviceMemory
+from polyrhythm.run.trainer.rank_assignment import (
+    Gpu,
+    JobProcesses,
+    choose_sites,
+    describe_sites,
+    device_of_process,
+)
 from polyrhythm.types import Worker
 
 GPUS = [Gpu(host, f"{host}{number}") for host in "ab" for number in range(2)]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    properties = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", [None, "cuda", torch.device("cuda")])
+def test_the_plan_counts_the_gpu_that_each_process_uses(
+    name: str | torch.device | None, four_gpus: pytest.MonkeyPatch
+) -> None:
+    contexts = [DistContext(rank=rank, world_size=4, local_rank=rank) for rank in range(4)]
+    used = [str(device_of_process(name, ctx)) for ctx in contexts]
+    assert used == [f"cuda:{rank}" for rank in range(4)]
+    memory = [DeviceMemory.of(pr.DeviceConfig(name), ctx) for ctx in contexts]
+    assert [each.device for each in memory] == used
+    assert memory[0].share(memory) == int(0.9 * (80 << 30)), "no GPU is shared"
+
+
+def test_a_named_gpu_is_used_by_all_processes(four_gpus: pytest.MonkeyPatch) -> None:
+    ctx = DistContext(rank=3, world_size=4, local_rank=3)
+    assert str(device_of_process("cuda:1", ctx)) == "cuda:1"
+    assert str(device_of_process("cpu", ctx)) == "cpu"
+
+
+def test_without_a_launcher_the_gpu_is_the_current_one(four_gpus: pytest.MonkeyPatch) -> None:
+    """As after mp.spawn, torch.cuda.set_device(2) and init_process_group in the script."""
+    four_gpus.setattr(torch.cuda, "current_device", lambda: 2)
+    four_gpus.delenv("RANK", raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ctx = JobProcesses(timeout=10.0).ctx
+    finally:
+        dist.destroy_process_group()
+    assert {str(device_of_process(name, ctx)) for name in (None, "cuda")} == {"cuda:2"}
 
 
 def test_gpus_of_a_region_are_a_site() -> None:

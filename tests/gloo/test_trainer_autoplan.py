@@ -23,6 +23,7 @@ from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.errors import PlanError
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.machine import DEVICE
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeOptions
 from polyrhythm.run.trainer import autoplan
@@ -33,7 +34,7 @@ from polyrhythm.run.trainer.autoplan import (
     profile_sizes,
 )
 from polyrhythm.run.trainer.config import DeviceConfig, TrainerConfig
-from polyrhythm.run.trainer.rank_assignment import DEVICE, assign_ranks
+from polyrhythm.run.trainer.rank_assignment import assign_ranks
 from polyrhythm.run.trainer.run_dir import PLAN, PlanKey, load_cached_plan
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.sync.modes import SyncConfig

@@ -14,11 +14,11 @@ from torch.nn.functional import mse_loss
 from polyrhythm.errors import UserError
 from polyrhythm.plan.plan import PLAN_VARIABLE, even_plan
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.machine import DEVICE
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.trainer import autoplan
 from polyrhythm.run.trainer.autoplan import count_parameters
 from polyrhythm.run.trainer.config import DeviceConfig
-from polyrhythm.run.trainer.rank_assignment import DEVICE
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import run_job, samples
 

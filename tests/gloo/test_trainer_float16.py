@@ -29,6 +29,7 @@ from polyrhythm.run.pipeline.loss import add_auxiliary_loss
 from polyrhythm.run.pipeline.partition import build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.config import DataConfig, DeviceConfig
+from polyrhythm.run.trainer.sync_strategy import skips_marked_steps
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.pipelines import run_stages
 from tests.gloo.trainer_jobs import BATCH, LAYERS, NUM_SAMPLES, plan_of, run_job
@@ -306,6 +307,94 @@ def test_a_checkpoint_without_a_scale_starts_with_the_default(tmp_path: Path) ->
     with float16_trainer(1, 1, run_dir=tmp_path / "run", device=without) as made:
         assert made.restore() == 3
         assert made.fit(max_steps=4, progress=False).steps[0].loss_scale is None
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_restored_run_has_the_implementation_of_its_own_optimizer(
+    tmp_path: Path, before: bool
+) -> None:
+    """A scaler lets fused optimizers skip a step, and others need not know of it."""
+    for fused, end in ((before, 3), (not before, 8)):
+        optimizer_fn = partial(torch.optim.AdamW, lr=1e-2, fused=fused)
+        with float16_trainer(
+            1, 1, run_dir=tmp_path, optimizer_fn=optimizer_fn, lr_schedule=None
+        ) as made:
+            assert made.restore() == (0 if fused == before else 3)
+            (group,) = made._progress.optimizer.param_groups
+            assert bool(group["fused"]) == fused
+            made.fit(max_steps=end, progress=False)
+            made.save()
+
+
+@pytest.mark.parametrize("num_pipelines", [1, 2])
+def test_fused_sgd_has_no_momentum_after_skipped_first_steps(
+    tmp_path: Path, num_pipelines: int
+) -> None:
+    """torch allocates the momentum in the first step, and a skipped step leaves it as it is."""
+
+    def work(ctx: DistContext | None, fused: bool) -> Any:
+        freed = [torch.full((size,), 7.0) for size in range(1, 260) for _ in range(20)]
+        del freed  # the next allocations contain these numbers
+        optimizer_fn = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=fused)
+        with float16_trainer(1, num_pipelines, optimizer_fn=optimizer_fn) as made:
+            steps = made.fit(max_steps=STEPS, progress=False).steps
+            assert not math.isfinite(steps[0].grad_norm), "skipped"
+            return [step.loss for step in steps]
+
+    fused, plain = (
+        run_job(num_pipelines, partial(work, fused=fused), tmp_path / str(fused))[0]
+        for fused in (True, False)
+    )
+    assert fused == pytest.approx(plain, rel=ROUNDING)
+
+
+class OldContract(torch.optim.AdamW):
+    """Takes the scaler itself, as apex does, and not the mark of a step to skip."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        del self.found_inf
+        return super().step(closure)
+
+
+class NoScaling(torch.optim.SGD):
+    _step_supports_amp_scaling = False
+
+
+@pytest.mark.parametrize(
+    ("make", "skips"),
+    [
+        (partial(torch.optim.Adam, fused=True), True),
+        (partial(torch.optim.AdamW, fused=True), True),
+        (partial(torch.optim.SGD, lr=0.1, fused=True), True),
+        (torch.optim.AdamW, False),
+        (OldContract, False),
+        (partial(NoScaling, lr=0.1), False),
+    ],
+)
+def test_optimizers_that_skip_a_step_by_themselves(make: Any, skips: bool) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = make([weight])
+    assert skips_marked_steps(optimizer) == skips
+    if skips:
+        weight.grad, optimizer.found_inf = torch.full_like(weight, torch.nan), torch.ones(())
+        optimizer.step()
+        assert weight.tolist() == [1.0] * 4
+        optimizer.param_groups[0]["fused"] = None
+        assert not skips_marked_steps(optimizer), "one group is not fused"
+
+
+def test_fused_sgd_with_dampening_is_refused() -> None:
+    """Its first momentum is not dampened: it cannot start with zeros."""
+    options = {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}
+    with (
+        float16_trainer(1, 1, optimizer_fn=partial(torch.optim.SGD, fused=True, **options)) as made,
+        pytest.raises(LaunchError, match=r"fused SGD with momentum=0\.9 and dampening=0\.1"),
+    ):
+        made.fit(max_steps=1, progress=False)
+    with float16_trainer(1, 1, optimizer_fn=partial(torch.optim.SGD, **options)) as made:
+        made.fit(max_steps=1, progress=False)
 
 
 def test_a_loss_that_is_not_finite_still_stops() -> None:

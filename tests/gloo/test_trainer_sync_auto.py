@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from polyrhythm.events import Event, read_run
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.trainer.rank_assignment import DEVICE
+from polyrhythm.run.machine import DEVICE
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.sync.decision_log import decision_log_paths, replay
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, model, plan_of, run_job, samples

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyrhythm.cost.dtfm import Traffic, group_sync, pair_times
 from polyrhythm.cost.sync import GROUP_SIZE, Links, ReplicaGroup, Sync, reduce_scatter_times
-from polyrhythm.describe.cluster import Cluster
+from polyrhythm.describe.cluster import Cluster, Device
 from tests.pure.step_cases import even_links, links_of, random_links, seeds
 
 
@@ -195,6 +195,51 @@ def test_a_ring_through_a_real_cluster_is_no_slower_than_one_in_the_order_of_its
     links = Links.of(Cluster.load("case5_worldwide"))
     in_order = max(links.transfer(a, b, 1e6) for a, b in pairwise([*range(64), 0]))
     assert half(tuple(range(64)), 64e6, links, Sync.RING) <= 63 * in_order
+
+
+def two_hosts(*, nccl: bool = True, hosts: bool = True) -> Cluster:
+    """Two hosts of two GPUs, as probed: 1 s and 1 B/s over gloo, 0.1 s and 100 B/s over NCCL."""
+    names = ("a/0", "a/1", "b/0", "b/1")
+
+    def matrix(inside: float, outside: float) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(0.0 if a == b else inside if a[0] == b[0] else outside for b in names)
+            for a in names
+        )
+
+    return Cluster(
+        name="two hosts",
+        devices=tuple(
+            Device(name=name, region=name, host=name[0] if hosts else None) for name in names
+        ),
+        regions=names,
+        latency=matrix(1.0, 1.0),
+        bandwidth=matrix(1.0, 1.0),
+        nccl_latency=matrix(0.1, 0.0) if nccl else (),
+        nccl_bandwidth=matrix(100.0, 0.0) if nccl else (),
+    )
+
+
+def test_stages_of_one_site_send_over_nccl() -> None:
+    links = Links.of(two_hosts())
+    assert links.transfer(0, 1, 10.0) == pytest.approx(0.1 + 0.1)
+    assert links.transfer(1, 2, 10.0) == pytest.approx(1.0 + 10.0), "between hosts"
+
+
+def test_only_decoupled_averages_of_one_site_go_over_nccl() -> None:
+    links = Links.of(two_hosts())
+    assert half((0, 1), 20.0, links, Sync.DECOUPLED) == pytest.approx(2 * 0.1 + 0.1)
+    assert half((0, 1), 20.0, links, Sync.ALL_REDUCE) == pytest.approx(2 * 1.0 + 10.0)
+    # Two shares of 5 B leave each device through its network card, at 1 B/s.
+    assert half((0, 1, 2, 3), 20.0, links, Sync.DECOUPLED) == pytest.approx(10.0)
+    assert half((0, 1, 2, 3), 20.0, links, Sync.ALL_REDUCE) == pytest.approx(15.0)
+
+
+@pytest.mark.parametrize("cluster", [two_hosts(nccl=False), two_hosts(hosts=False)])
+def test_without_nccl_or_hosts_in_the_file_all_links_are_those_of_gloo(cluster: Cluster) -> None:
+    links = Links.of(cluster)
+    assert links.transfer(0, 1, 10.0) == pytest.approx(1.0 + 10.0)
+    assert half((0, 1), 20.0, links, Sync.DECOUPLED) == pytest.approx(2 * 1.0 + 10.0)
 
 
 def test_uplink_is_the_described_one_or_that_of_the_fastest_link() -> None:

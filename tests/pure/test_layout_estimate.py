@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyrhythm.cost.sync import GROUP_SIZE
+from polyrhythm.cost.sync import GROUP_SIZE, Links, Sync
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.jit import seed as seed_compiled
 from polyrhythm.plan.construction import nearest
@@ -66,10 +66,24 @@ class Case:
             devices = tuple(replace(d, memory=memory) for d in self.problem.cluster.devices)
             where = replace(self.problem.cluster, devices=devices)
             self.problem = replace(self.problem, cluster=where)
+        if self.rng.integers(2):
+            self._measure_nccl()
         order = self.rng.permutation(num_devices)
         self.devices = order[:num_places].reshape(self.shape).copy()
         self.idle = order[num_places:].copy()
         self.layers = LAYERS[self.shape[0]]
+
+    def _measure_nccl(self) -> None:
+        """Put the devices on two hosts, with links over NCCL inside these."""
+        cluster = self.problem.cluster
+        num_regions = len(cluster.regions)
+        devices = tuple(replace(d, host=f"host {i % 2}") for i, d in enumerate(cluster.devices))
+        latency, bandwidth = (
+            tuple(map(tuple, self.rng.uniform(low, high, (num_regions, num_regions)).tolist()))
+            for low, high in ((1e-6, 1e-4), (1e9, 1e11))
+        )
+        where = replace(cluster, devices=devices, nccl_latency=latency, nccl_bandwidth=bandwidth)
+        self.problem = replace(self.problem, cluster=where)
 
     @property
     def prices(self) -> LayoutPrices:
@@ -83,13 +97,17 @@ def plain_value(case: Case) -> float:
     """Return the time or price of the layout from the descriptions, term by term."""
     problem, grid = case.problem, case.devices.tolist()
     links, job = problem.links, problem.job
+    averages = links.of_averages(Sync(job.sync))
     stages = problem.stages(case.layers, 1)
     num_stages, num_pipelines = case.shape
     price = dict(zip(problem.cluster.regions, problem.cluster.egress_price_per_gb, strict=True))
     regions = [device.region for device in problem.cluster.devices]
 
-    def lat(a: int, b: int) -> float:
+    def lat(a: int, b: int, links: Links = links) -> float:
         return float(links.latency[a, b] + links.latency[b, a])
+
+    def slower(a: int, b: int) -> float:
+        return float(min(averages.bandwidth[a, b], averages.bandwidth[b, a]))
 
     def egress(a: int, b: int) -> float:
         return 0.0 if regions[a] == regions[b] else (price[regions[a]] + price[regions[b]]) / 1e9
@@ -117,11 +135,10 @@ def plain_value(case: Case) -> float:
             others = [b for b in grid[s] if b != a]
             is_sequential = job.sync in ("ring", "sequential")
             trips = 1 if is_sequential else 2
-            pairs = [
-                trips * lat(a, b) + 2 * share / min(links.bandwidth[a, b], links.bandwidth[b, a])
-                for b in others
-            ]
-            all_sent = 2 * share * (group - 1) / links.uplinks[a]
+            pairs = [trips * lat(a, b, averages) + 2 * share / slower(a, b) for b in others]
+            over_gloo = [b for b in others if averages.uses_uplink[a, b]]
+            num_peers = (group - 1) * len(over_gloo) / max(len(others), 1)
+            all_sent = 2 * share * num_peers / links.uplinks[a]
             syncs.append(sum(pairs) if is_sequential else max([all_sent, *pairs]))
             some = (group - 1) / max(len(others), 1)  # of them, in groups
             sent += some * share * sum(egress(a, b) for b in others)

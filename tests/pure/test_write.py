@@ -35,6 +35,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
             Device(
                 name=name,
                 region=name,
+                host=draw(st.none() | texts),
                 memory=draw(st.none() | st.integers(1, 2**40)),
                 speed=draw(amounts),
                 flops=draw(st.none() | amounts),

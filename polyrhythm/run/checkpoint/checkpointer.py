@@ -129,7 +129,8 @@ class Checkpointer:
 
         A GPU makes the copies before its next work, and the host does not wait for it. With
         `overlap` its next work may begin meanwhile: call `wait_for_copies` before trained weights
-        or the optimizer's state change.
+        or the optimizer's state change. A forward may change buffers, weights that are not trained,
+        and embeddings with a `max_norm`, and no other weights.
 
         During an earlier save, this one is skipped with a warning, so that training does not wait
         for a slow disk; with `blocking`, such as for the last save of a run, it waits. `extra` and
@@ -155,7 +156,7 @@ class Checkpointer:
             return False
         model = StageModel.of(module, self._tied, stage=self.stage)
         tensors, table, state_fn = model.saved, None, None
-        kept = set(model.trained)
+        kept = set(model.constant_in_forward)
         if optimizer is not None and optimizer_state_fn is not None:
             state_fn = partial(optimizer_state, optimizer, module, model, optimizer_state_fn)
         elif optimizer is not None:

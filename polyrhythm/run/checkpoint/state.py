@@ -43,6 +43,8 @@ MODEL_KEY = "model.{}".format  # names a tensor in the files
 OPTIMIZER_KEY = "optimizer.{}.{}".format  # of a parameter, and a key of its state
 _COMPILED = "_orig_mod."  # in the names of modules that torch.compile wraps
 _NO_OPTIONS = ("params", "param_names")
+# How an optimizer computes, not what: those of the restoring script count, not the saved ones.
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class StageModel:
     held_elsewhere: frozenset[str]  # names that an earlier stage holds and saves
     first_names: Mapping[str, str]  # of every parameter, by its name in the module
     trained: frozenset[str]  # parameters that require a gradient, by their names in the files
+    # Those of them that only the optimizer changes. A forward changes embeddings with a `max_norm`.
+    constant_in_forward: frozenset[str]
 
     @classmethod
     def of(
@@ -62,7 +66,12 @@ class StageModel:
         """`tied`: the parameters that other stages hold as well."""
         first_names: dict[str, str] = {}
         by_parameter: dict[nn.Parameter, str] = {}
-        trained = set[str]()
+        trained, constant_in_forward = set[str](), set[str]()
+        renormalised = {
+            each.weight
+            for each in module.modules()
+            if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None
+        }
         shared = {each.name: each for each in tied}
         for found, parameter in module.named_parameters(remove_duplicate=False):
             name = _unwrapped(found)
@@ -70,6 +79,8 @@ class StageModel:
             first_names[name] = by_parameter.setdefault(parameter, key)
             if parameter.requires_grad:
                 trained.add(MODEL_KEY(first_names[name]))
+                if parameter not in renormalised:
+                    constant_in_forward.add(MODEL_KEY(first_names[name]))
         tensors: Tensors = {}
         for found, value in module.state_dict().items():
             name = _unwrapped(found)
@@ -85,6 +96,7 @@ class StageModel:
             ),
             first_names=first_names,
             trained=frozenset(trained),
+            constant_in_forward=frozenset(constant_in_forward),
         )
 
     @property
@@ -205,7 +217,12 @@ def _state_dict(
                     "the same parameter groups",
                 )
         known = options[members[0]] if members else {}
-        groups.append(group | {key: _like(value, group.get(key)) for key, value in known.items()})
+        restored = {
+            key: _like(value, group.get(key))
+            for key, value in known.items()
+            if key not in _IMPLEMENTATION
+        }
+        groups.append(group | restored)
     state: dict[int, Any] = {}
     for index, name in enumerate(names):
         if name in saved.state:

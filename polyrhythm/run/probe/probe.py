@@ -23,7 +23,7 @@ from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import LaunchError
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.machine import usable_memory
+from polyrhythm.run.machine import machine_name, usable_memory
 from polyrhythm.run.probe.link import PeerChannel, as_source, as_target, measure_nccl
 from polyrhythm.types import Bytes, Seconds
 
@@ -99,7 +99,7 @@ class ProbeOptions:
     device: str = "auto"
     dtype: str = "float32"
     all_at_once: bool = False  # allow concurrent pairs on the same machine
-    nccl: bool = True  # measure GPUs of one machine over NCCL, too, which plans do not read
+    nccl: bool = True  # measure GPUs of one machine over NCCL, too; seconds per pair
     effort: ProbeEffort = field(default_factory=ProbeEffort)
 
 
@@ -108,6 +108,7 @@ class _ProcessInfo(msgspec.Struct, frozen=True):
 
     name: str
     machine: str  # equal for processes of one machine
+    host: str  # the name of the machine; of the device in a lab, whose devices are machines
     text: str
     memory: Bytes
     memory_of: str  # equal for processes that share this memory: of a machine, or of one GPU
@@ -160,6 +161,7 @@ def _local_info(name: str, device: torch.device, options: ProbeOptions) -> _Proc
     return _ProcessInfo(
         name=name,
         machine=machine,
+        host=machine_name(),
         text=device_text(device),
         memory=usable_memory() if gpu is None else gpu.total_memory,
         # Not the GPU's index, which differs in a process that sees only some of the GPUs.
@@ -260,6 +262,18 @@ def _memory_shares(members: Sequence[_ProcessInfo]) -> list[Bytes]:
     return [member.memory // sharing[member.memory_of] for member in members]
 
 
+def _hosts(members: Sequence[_ProcessInfo]) -> list[str]:
+    """Return the host of each process; machines of equal names differ by their first rank."""
+    first_ranks: dict[str, int] = {}
+    for rank, member in enumerate(members):
+        first_ranks.setdefault(member.machine, rank)
+    machines = Counter(members[rank].host for rank in first_ranks.values())
+    return [
+        f"{each.host} (rank {first_ranks[each.machine]})" if machines[each.host] > 1 else each.host
+        for each in members
+    ]
+
+
 def _cluster(
     names: Sequence[str],
     members: Sequence[_ProcessInfo],
@@ -270,12 +284,15 @@ def _cluster(
         Device(
             name=name,
             region=name,
+            host=host,
             memory=memory,
             speed=member.flops.median / members[0].flops.median,
             flops=member.flops.median,
             flops_spread=member.flops.spread,
         )
-        for name, member, memory in zip(names, members, _memory_shares(members), strict=True)
+        for name, member, host, memory in zip(
+            names, members, _hosts(members), _memory_shares(members), strict=True
+        )
     ]
     num_machines = len({member.machine for member in members})
     kinds = "; ".join(dict.fromkeys(member.text for member in members))

@@ -31,7 +31,6 @@ from torch.utils import _pytree as pytree
 
 from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
-from polyrhythm.describe.measure import device_of
 from polyrhythm.describe.model import Layer, ModelProfile, blocks_with_parameters
 from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.units import parse
@@ -44,7 +43,7 @@ from polyrhythm.plan.plan import PLAN_VARIABLE, PipelinePlan, Plan, Sources, eve
 from polyrhythm.plan.problem import Problem
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.data.loader import as_arguments
-from polyrhythm.run.machine import usable_memory
+from polyrhythm.run.machine import machine_name, usable_memory
 from polyrhythm.run.pipeline.partition import LayerSplit
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, distinct_names, probe
 from polyrhythm.run.profile.profile import (
@@ -54,8 +53,8 @@ from polyrhythm.run.profile.profile import (
     split_layers_by_name,
 )
 from polyrhythm.run.trainer.check_model import first_samples
-from polyrhythm.run.trainer.config import TrainerConfig
-from polyrhythm.run.trainer.rank_assignment import JobProcesses, machine_name
+from polyrhythm.run.trainer.config import DeviceConfig, TrainerConfig
+from polyrhythm.run.trainer.rank_assignment import JobProcesses, device_of_process
 from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
 from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.types import AUTO, Bytes, Seconds
@@ -208,8 +207,8 @@ class DeviceMemory(msgspec.Struct, frozen=True):
     limit: Bytes | None  # the user's, for this process
 
     @classmethod
-    def of(cls, config: TrainerConfig, ctx: DistContext) -> "DeviceMemory":
-        device = device_of_process(config, ctx)
+    def of(cls, config: DeviceConfig, ctx: DistContext) -> "DeviceMemory":
+        device = device_of_process(config.name, ctx)
         nbytes = usable_memory()
         if device.type == "cuda":
             nbytes = torch.cuda.get_device_properties(device).total_memory
@@ -224,14 +223,8 @@ class DeviceMemory(msgspec.Struct, frozen=True):
         return share if self.limit is None else min(share, self.limit)
 
 
-def device_of_process(config: TrainerConfig, ctx: DistContext) -> torch.device:
-    if config.device.name is not None:
-        return torch.device(config.device.name)
-    return device_of(AUTO, index=ctx.local_rank)
-
-
-def memory_limit(config: TrainerConfig) -> Bytes | None:
-    limit = config.device.memory_limit
+def memory_limit(config: DeviceConfig) -> Bytes | None:
+    limit = config.memory_limit
     return int(parse(limit, Bytes)) if isinstance(limit, str) else limit
 
 
@@ -241,7 +234,7 @@ def _partitioned_plan(
     """Assign layers to stages by their numbers of parameters, within the memory of the devices."""
     blocks = layer_blocks(config.split, model)
     num_pipelines = processes.num_processes // num_stages
-    own = DeviceMemory.of(config, processes.ctx)
+    own = DeviceMemory.of(config.device, processes.ctx)
     everyone = processes.gather("memory", own, DeviceMemory)
     limits = [
         min(
@@ -349,11 +342,11 @@ class AutoPlanner:
 
     @property
     def _device(self) -> torch.device:
-        return device_of_process(self.config, self.processes.ctx)
+        return device_of_process(self.config.device.name, self.processes.ctx)
 
     @property
     def _memory_limit(self) -> Bytes | None:
-        return memory_limit(self.config)
+        return memory_limit(self.config.device)
 
     @property
     def _sync(self) -> str:

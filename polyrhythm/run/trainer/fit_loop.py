@@ -75,6 +75,7 @@ from polyrhythm.run.trainer.sync_strategy import (
     LossScaler,
     NoSync,
     make_sync_strategy,
+    zero_momentum,
 )
 from polyrhythm.run.trainer.sync_tuner import StepTimeExchange
 from polyrhythm.sinks.jsonl import AppendedLines, EventLog
@@ -711,6 +712,9 @@ class FitLoop:
             return paused
         if paused is not None:
             self._close_strategy(paused)
+        skips_on_gpu = self.config.on_nan == "skip" and context.pipeline.device.type == "cuda"
+        if self.progress.scaler is not None or skips_on_gpu:
+            zero_momentum(self.progress.optimizer)
         pipelines, (stage, pipeline) = context.pipelines, context.worker
         left, group = tuple(pipelines), None
         if 1 < len(left) < dist.get_world_size() // context.pipeline.num_stages:

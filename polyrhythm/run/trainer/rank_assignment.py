@@ -24,17 +24,12 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import job_mesh
 from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend, prefixed
+from polyrhythm.run.machine import DEVICE, machine_name
 from polyrhythm.run.probe.probe import distinct_names
 from polyrhythm.types import Seconds, Worker
 
 LEADER = Worker(0, 0)
-DEVICE = "POLYRHYTHM_DEVICE"  # names the device of a process; the lab sets it
 _SINGLE_PROCESS = DistContext(rank=0, world_size=1, local_rank=0)
-
-
-def machine_name() -> str:
-    """Return the machine of this process; in the lab each device is a machine."""
-    return os.environ.get(DEVICE) or socket.gethostname()
 
 
 class HostInfo(msgspec.Struct, frozen=True):
@@ -115,6 +110,20 @@ class JobProcesses:
         assert self._ctx.store is not None, "hosts() connects to the store"
         backend = prefixed("polyrhythm/processes", self._ctx.store)
         return JobStore(backend, self._ctx.rank, timeout=self.timeout, name_of=name_of)
+
+
+def device_of_process(wanted: torch.device | str | None, ctx: DistContext) -> torch.device:
+    """Return `wanted`, or by default this process's GPU if the machine has GPUs.
+
+    A wanted "cuda" is this process's GPU, too: that of its local rank, or without a launcher the
+    one that the script has made torch's current device.
+    """
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(("cuda" if has_gpu else "cpu") if wanted is None else wanted)
+    if str(device) != "cuda" or not has_gpu:
+        return device
+    index = torch.cuda.current_device() if ctx.world_size == 1 else ctx.local_rank
+    return torch.device("cuda", index % torch.cuda.device_count())
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -249,18 +258,6 @@ class JobMembership:
             return None
         num_pipelines, num_stages = self.plan.num_pipelines, self.plan.num_stages
         return job_mesh(num_pipelines, num_stages, device_type=device_type, timeout=self.timeout)
-
-    def device(self, wanted: torch.device | str | None) -> torch.device:
-        """Return `wanted`, or by default this process's GPU if the machine has GPUs.
-
-        A wanted "cuda" is this process's GPU, too.
-        """
-        has_gpu = torch.cuda.is_available()
-        default = "cuda" if has_gpu else "cpu"
-        device = torch.device(default if wanted is None else wanted)
-        if str(device) == "cuda" and has_gpu:
-            return torch.device("cuda", self.ctx.local_rank % torch.cuda.device_count())
-        return device
 
     def leave(self) -> None:
         """Leave the process group; all processes call it."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from polyrhythm.errors import PeerError
+from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.loss import squared_norm
@@ -59,6 +59,37 @@ class LossScaler(torch.amp.GradScaler):
         """Let `step` skip the update, and `update` lower the scale; after `unscale_`."""
         for found in self._found_inf_per_device(optimizer).values():
             found.fill_(1.0)
+
+
+def skips_marked_steps(optimizer: Optimizer) -> bool:
+    """Return whether a step changes nothing if `found_inf` of the optimizer is 1.
+
+    Not by `_step_supports_amp_scaling`: others set it, for other contracts, or to False.
+    """
+    is_known = type(optimizer) in (Adam, AdamW, SGD)
+    return is_known and all(group["fused"] for group in optimizer.param_groups)
+
+
+def zero_momentum(optimizer: Optimizer) -> None:
+    """Let the first step of a fused SGD be skipped: create its missing momentum buffers, as zeros.
+
+    torch 2.13 allocates them in the first step, and the kernel of a skipped step does not fill
+    them. The first momentum is the gradient, as from zeros, unless it is dampened.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if not (group["fused"] and group["momentum"]):
+            continue
+        for parameter in group["params"]:
+            if optimizer.state[parameter].get("momentum_buffer") is not None:
+                continue
+            if group["dampening"]:
+                raise LaunchError(
+                    f"fused SGD with momentum={group['momentum']:g} and "
+                    f"dampening={group['dampening']:g}, whose first step may be skipped",
+                    expected="dampening=0: torch's first momentum is not dampened",
+                    fix="omit dampening, or omit fused=True",
+                )
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 class NoSync:
@@ -122,7 +153,7 @@ class NoSync:
         """Whether the optimizer can skip a step without the host knowing whether it does."""
         is_alone = type(self) is NoSync and self._pipeline.num_stages == 1
         is_on_gpu = self._pipeline.device.type == "cuda"
-        return is_alone and is_on_gpu and hasattr(self.optimizer, "_step_supports_amp_scaling")
+        return is_alone and is_on_gpu and skips_marked_steps(self.optimizer)
 
     def _step_if_finite(self) -> None:
         """Step; a fused optimizer changes nothing if the norm of the gradients is not finite.

@@ -41,6 +41,7 @@ from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
+from polyrhythm.run.machine import machine_name
 from polyrhythm.run.pipeline.loss import LossFunction
 from polyrhythm.run.pipeline.partition import LayerSplit, ModelPartition, build_model
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -72,8 +73,8 @@ from polyrhythm.run.trainer.rank_assignment import (
     JobProcesses,
     choose_sites,
     describe_sites,
+    device_of_process,
     join_job,
-    machine_name,
 )
 from polyrhythm.run.trainer.run_dir import lock_run_dir
 from polyrhythm.run.trainer.sampler import DataSettings
@@ -226,7 +227,7 @@ class Trainer:
         store.run_on_leader("the comparison of stages", check, members)
         self._check_sync(store)
         self._open_files(store)
-        torch_device = membership.device(config.device.name)
+        torch_device = device_of_process(config.device.name, membership.ctx)
         if torch_device.type == "cuda":
             torch.cuda.set_device(torch_device)
         self._check_capabilities(torch_device, store)
