@@ -1,8 +1,6 @@
 """`bench gpu` refuses a machine without a GPU; its figures follow from times, losses and ratios."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,17 +11,12 @@ from benchmarks.gpu.averaging import hidden_share
 from benchmarks.gpu.predictions import NUM_MICROBATCHES, predicted, worst_error
 from benchmarks.harness.child import in_child
 from polyrhythm.describe.model import Layer, ModelProfile
+from tests.gloo.commands import run_forked
 
-_ROOT = Path(__file__).parents[2]
 
-
-@pytest.mark.timeout(100)
 @pytest.mark.skipif(bool(torch.cuda.device_count()), reason="this machine has a CUDA device")
-def test_machine_without_a_gpu_is_refused() -> None:
-    command = [sys.executable, "-m", "polyrhythm", "bench", "gpu", "--quick"]
-    done = subprocess.run(
-        command, cwd=_ROOT, capture_output=True, text=True, timeout=90, check=False
-    )
+def test_machine_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    done = run_forked("bench", "gpu", "--quick", cwd=tmp_path)
     assert done.returncode == 2
     assert "this machine has no CUDA device" in done.stderr
     assert "expected: one NVIDIA GPU" in done.stderr

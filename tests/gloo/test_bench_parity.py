@@ -11,6 +11,7 @@ from benchmarks.harness.report import names_of
 from benchmarks.parity.bench import BARS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_quick_benchmark_ends_with_its_ratios(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "polyrhythm", "bench", "parity", "--quick", "--out", "."]

@@ -22,6 +22,7 @@ from polyrhythm.run.comm import store as store_module
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.store import JobStore, Members, decode, encode, job_store_backend
 from tests.gloo.replicas import run_replicas, run_with_failures
+from tests.gloo.transport_peers import wait_until
 
 TIMEOUT = 30.0
 SHORT_TIMEOUT = 1.0
@@ -341,6 +342,8 @@ def test_leader_that_holds_the_gil_is_lost(tmp_path: Path) -> None:
 
 
 def test_leader_that_dies_while_it_decides_is_named(tmp_path: Path) -> None:
+    noticed = tmp_path / "noticed"
+
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -348,6 +351,9 @@ def test_leader_that_dies_while_it_decides_is_named(tmp_path: Path) -> None:
         store = JobStore(job_store_backend("test", timeout=TIMEOUT), ctx.rank, timeout=2.0)
         with pytest.raises(PeerError) as lost:
             store.run_on_leader("the plan", die, Members((2, 0, 1)))
+        if ctx.rank == 1:
+            noticed.touch()
+        wait_until(noticed.exists, "rank 1 has noticed it: rank 0 serves the store until then")
         return lost.value.peer, lost.value.cause
 
     found = run_with_failures(3, work, tmp_path, lost={2})

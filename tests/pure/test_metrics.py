@@ -86,6 +86,7 @@ def test_tensorboard_reads_what_its_logger_writes(tmp_path: Path) -> None:
         assert found == pytest.approx([values[name] for values in ROWS], nan_ok=True)
 
 
+@pytest.mark.long  # its import takes 20 s
 @pytest.mark.filterwarnings("ignore")  # mlflow uses deprecated parts of SQLAlchemy
 def test_mlflow_reads_what_its_logger_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,7 @@ def test_other_reads_are_not(structure: ModuleType, text: str) -> None:
     assert structure._unpickling(ast.parse(text)) == []
 
 
+@pytest.mark.long  # `make check` does the same
 def test_package_unpickles_nowhere(structure: ModuleType) -> None:
     _, number, _, is_met, found = structure._unpickling_row()
     assert (number, is_met, found) == ("0", True, [])
