@@ -71,8 +71,8 @@ def _run(programs: list[Callable[[], object]], folder: Path) -> list[str]:
         for program, path in zip(programs, paths, strict=True)
     ]
     try:
-        for child, path in zip(children, paths, strict=True):
-            assert child.wait(80) == 0, path.read_text()
+        statuses = [child.wait(80) for child in children]
+        assert statuses == [0] * len(children), "\n\n".join(path.read_text() for path in paths)
     finally:
         end_all(children)
     return [path.read_text() for path in paths]

@@ -481,7 +481,8 @@ class PinnedCopies:
         """Start to copy the mean of a bucket to the GPU."""
         part = self.memory.buckets[bucket]
         if part.start < len(self.flat):
-            with torch.cuda.stream(self._to_device):
+            # The averager's thread has another current device, and a stream's end would use it.
+            with torch.cuda.device(self._device), torch.cuda.stream(self._to_device):
                 self.flat[part].copy_(self.memory.mean[part], non_blocking=True)
 
     def receive_all(self) -> Tensor:
