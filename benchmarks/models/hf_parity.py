@@ -58,7 +58,7 @@ def _differences(
 def _gpt2() -> nn.Module:
     dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(n_layer=4, n_embd=32, n_head=2, vocab_size=256, n_positions=64, **dropout)
-    model: Any = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    model: Any = GPT2LMHeadModel(config)
     # Without it transformers.Trainer divides by all tokens, also by those that are not predicted.
     model.loss_type = "ForCausalLM"
     made: nn.Module = model
@@ -74,7 +74,8 @@ def _llama() -> nn.Module:
         num_key_value_heads=2,
         vocab_size=256,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
 def _built(model: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -97,7 +98,7 @@ def collate(items: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-class _InOrder(HuggingFaceTrainer):
+class _InOrder(HuggingFaceTrainer):  # type: ignore[misc]  # its types are not read
     """transformers.Trainer without shuffling, which keeps the loss of each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +106,7 @@ class _InOrder(HuggingFaceTrainer):
         self.microbatch_losses = list[float]()
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]  # it has a length
+        return SequentialSampler(self.train_dataset)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(*args, **kwargs)

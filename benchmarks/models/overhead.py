@@ -159,7 +159,7 @@ def _model() -> GPT2LMHeadModel:
         bos_token_id=0,
         eos_token_id=0,
     )
-    model: GPT2LMHeadModel = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+    model: GPT2LMHeadModel = GPT2LMHeadModel(config)
     return model
 
 
