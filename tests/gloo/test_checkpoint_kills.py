@@ -12,7 +12,7 @@ from polyrhythm.run.checkpoint.folder import complete, latest, list_steps, remov
     "save",
     [
         Save((1,), 1, keep_last=1),
-        Save((1, 2), 3, keep_last=1),
+        pytest.param(Save((1, 2), 3, keep_last=1), marks=pytest.mark.long),
         Save((2, 3, 1), 2, keep_last=2, num_stages=2),
     ],
     ids=str,

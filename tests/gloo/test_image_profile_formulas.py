@@ -9,6 +9,7 @@ from polyrhythm.describe.layer_work import LayerWork
 from polyrhythm.describe.profiles import layers_of
 from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
 from tests.gloo import image_models
+from tests.grids import long_except
 
 SAMPLES = 2
 Case = tuple[list[LayerWork], nn.Sequential, Tensor]
@@ -22,7 +23,7 @@ def case(name: str) -> Case:
     return layers_of(f"{name}-{side}"), getattr(image_models, name)(), example
 
 
-both = pytest.mark.parametrize("name", ["densenet201", "inceptionv4"])
+both = pytest.mark.parametrize("name", long_except(["densenet201", "inceptionv4"], 0))
 
 
 @both

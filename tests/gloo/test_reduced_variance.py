@@ -147,7 +147,8 @@ def noisy(
 
 @pytest.mark.parametrize(
     "weights",
-    [pytest.param((0.5, 0.5), marks=pytest.mark.long), (0.125,) * 8, (0.6, 0.3, 0.1)],
+    [pytest.param(weights, marks=pytest.mark.long) for weights in ((0.5, 0.5), (0.125,) * 8)]
+    + [(0.6, 0.3, 0.1)],
     ids=str,
 )
 def test_second_moment_estimates_that_of_the_average(weights: tuple[float, ...]) -> None:

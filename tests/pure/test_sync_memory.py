@@ -24,6 +24,7 @@ from polyrhythm.sync.protocol import (
 )
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
+from tests.grids import long_except
 
 MAX_BYTES_PER_STEP = 16
 WORKERS = [Worker(0, pipeline) for pipeline in range(3)]
@@ -79,7 +80,7 @@ class SimulatedSteps:
             self._start_step(worker, now)
 
 
-@pytest.mark.parametrize("policy", ["age", "adaptive", "pairwise", "random"])
+@pytest.mark.parametrize("policy", long_except(["age", "adaptive", "pairwise", "random"], 1))
 def test_memory_of_a_scheduler_does_not_grow_with_steps(policy: str) -> None:
     steps, num_steps = SimulatedSteps(policy), 500
     steps.run(num_steps)
