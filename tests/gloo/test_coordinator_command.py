@@ -58,9 +58,10 @@ class CommandProcess:
 
     def status(self) -> int:
         """Wait until the command has exited; return its status."""
-        rest, _ = self._process.communicate(timeout=20)
-        self.lines += rest.splitlines()
-        return self._process.returncode
+        status = self._process.wait(20)
+        # Not `communicate`, which does not return what `read_until` has buffered.
+        self.lines += self._process.stdout.read().splitlines()
+        return status
 
     def __enter__(self) -> "CommandProcess":
         return self
