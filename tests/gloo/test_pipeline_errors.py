@@ -252,7 +252,7 @@ def test_refusing_stage_is_reported_without_hang(tmp_path: Path, name: str) -> N
     with pytest.raises(WorkerError) as caught:
         run_stages(3, work, tmp_path)
     assert time.monotonic() - start < TIMEOUT, "a stage has waited for its timeout"
-    assert rank in (None, caught.value.rank)
+    assert rank in (None, caught.value.rank), caught.value
     reason = caught.value.reason.replace("\n", " ")
     position = 0
     for text in message.split(".*"):

@@ -162,6 +162,7 @@ class DistContext:
 
 
 _open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
+_CAUSE_TIMEOUT: Seconds = 5.0  # until the worker that others have lost exits: slow with a GPU
 _LEAVING = {TERMINATED, INTERRUPTED}  # exit statuses after a request to stop
 _STOPPED_STATUSES = {*_LEAVING, PEER_LOST}
 _contexts: list[DistContext] = []  # the context that this process's LocalJob gave it
@@ -243,7 +244,7 @@ class LocalJob:
         Those may exit first: the connections of a dying process close before it can be reaped.
         Workers that were asked to stop may be saving: wait until all of them have exited.
         """
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + _CAUSE_TIMEOUT
         while True:
             # Read before the failures: a worker that exits in between is waited for.
             is_any_running = any(worker.status is None for worker in self._workers)
