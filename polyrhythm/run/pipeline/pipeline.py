@@ -569,7 +569,7 @@ class Pipeline:
         if (log := self._own_log) is None or self._unlogged is None:
             return
         (step, start, end, numbers), self._unlogged = self._unlogged, None
-        timeout = None if self._connections is None else self._connections.timeout
+        timeout = None if self._connections is None else self._connections.step_timeout
         loss = mean_loss(numbers.read(timeout))
         values = {} if loss is None else {"loss": loss}  # on the last stage
         log.write("step", start=log.at(start), end=log.at(end), step=step, values=values)

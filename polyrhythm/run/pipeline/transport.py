@@ -652,7 +652,7 @@ class Connections:
         Stages of the same `site` pass tensors over NCCL; None for gloo.
         """
         self.stage, self.num_stages = stage, len(ranks)
-        self.pipeline, self.timeout, self._step_timeout = pipeline, timeout, timeout
+        self.pipeline, self.timeout, self.step_timeout = pipeline, timeout, timeout
         self._window = window
         self._groups = activations, gradients, self.control = [
             new_gloo_group(ranks, what, timeout=timeout)
@@ -728,13 +728,13 @@ class Connections:
     def set_step_timeout(self, num_done: int) -> None:
         """Bound the waits of a batch, after `num_done` like it, and for the header of the next."""
         timeout = step_timeout(self.timeout, num_done)
-        if timeout != self._step_timeout:
-            self._step_timeout = timeout
+        if timeout != self.step_timeout:
+            self.step_timeout = timeout
             set_timeout(self.control, timeout)
 
     def receive(self, inbox: Inbox, action: Action) -> tuple[list[Tensor], Transfer]:
         """Return the tensors that `action` needs; raises PeerError."""
-        return inbox.get(action, timeout=self._step_timeout)
+        return inbox.get(action, timeout=self.step_timeout)
 
     def relay_header(self, header: BatchHeader | None) -> BatchHeader:
         """Send the header to the next stage; all but the first receive it from the previous one.
@@ -744,7 +744,7 @@ class Connections:
         if self._header_thread is not None:
             return self._header_thread.next()
         if self._header_inbox is not None:
-            header = self._received(self._step_timeout)
+            header = self._received(self.step_timeout)
         assert header is not None, "the first stage makes the header"
         self._send_header(header)
         return header
@@ -816,7 +816,7 @@ class Connections:
         """Wait until all messages have been sent."""
         self._wait_for_data()
         for outbox in self._outboxes:
-            outbox.drain(self._step_timeout)
+            outbox.drain(self.step_timeout)
 
     def close(self) -> None:
         """End the threads; no message may be in flight, except headers."""
@@ -926,7 +926,7 @@ class _HeaderThread(threading.Thread):
             self._received.put(header)
 
     def next(self) -> BatchHeader:
-        timeout = self._connections._step_timeout
+        timeout = self._connections.step_timeout
         try:
             received = self._received.get(timeout=timeout)
         except queue.Empty:
