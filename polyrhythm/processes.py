@@ -101,18 +101,23 @@ class Child:
         if self._status is None and (status := self._process.exitcode) is not None:
             self._status = status
             self._process.close()  # and with it a descriptor
+            self._read_failure()
         return self._status
 
     @property
     def failure(self) -> Failure:
         """The error that ended the child; empty if it ended otherwise, or still runs."""
-        if self.status is not None and self._failure_file is not None:
+        return self._failure if self.status is not None else Failure()
+
+    def _read_failure(self) -> None:
+        """Take the error from the file and close it, when the child has ended."""
+        if self._failure_file is not None:
             with self._failure_file as file:
                 file.seek(0)
-                if text := file.read():
-                    self._failure = Failure(*json.loads(text))
+                text = file.read()
             self._failure_file = None
-        return self._failure
+            with contextlib.suppress(ValueError):  # killed, or out of disk, while it was written
+                self._failure = Failure(*json.loads(text)) if text else Failure()
 
     def wait(self, timeout: Seconds) -> int | None:
         """Return the exit status, or None if the child still runs after `timeout`."""

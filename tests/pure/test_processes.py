@@ -57,6 +57,17 @@ def test_exit_status_gives_the_reason(
 
 
 @pytest.mark.timeout(30)
+def test_an_ended_child_leaves_no_descriptor_open() -> None:
+    """Whether or not its owner reads the error that ended it."""
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for work in (lambda: None, lose_a_peer):
+        child = Child(work, keeps_failure=True)
+        assert child.wait(20) is not None
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert "lost s1p0" in child.failure.summary
+
+
+@pytest.mark.timeout(30)
 def test_output_of_the_child_and_of_its_programs_goes_to_the_file(tmp_path: Path) -> None:
     def talk() -> None:
         print("from Python", flush=True)
