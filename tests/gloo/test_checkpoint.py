@@ -129,6 +129,21 @@ def test_tied_weights_are_saved_once_and_restored_on_both_stages(tmp_path: Path)
     assert not [name for names in files.values() for name in names if "head" in name]
 
 
+@pytest.mark.parametrize("value", [3e38, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_weights_are_finite_if_each_number_is(
+    dtype: torch.dtype, value: float, tmp_path: Path
+) -> None:
+    """Even if their sum is not."""
+    module = nn.Linear(2, 1, bias=False)
+    module.weight = nn.Parameter(torch.full((1, 2), value, dtype=dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(1, module, SGD(module.parameters(), lr=0.1), blocking=True)
+    assert read_manifest(tmp_path / "step-00000001").is_finite is (value == 3e38)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("value", [1.0, float("nan")])
 def test_weights_in_float8_are_checked(dtype: torch.dtype, value: float, tmp_path: Path) -> None:

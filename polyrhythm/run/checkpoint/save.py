@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,7 @@ from polyrhythm.run.comm.store import JobStore, Members
 SAVED = "saved"  # the decision; any other text is the reason of the failure
 STAGE_FILE = "stage-{}.safetensors".format
 _PART_SIZE = 1 << 15  # elements: torch's smallest work for several threads
+_NUMPY_SUMS = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class StagePart(msgspec.Struct, frozen=True):
@@ -195,15 +197,25 @@ def _write(snapshot: StageSnapshot, context: SaveContext) -> _Report:
 
 
 def _is_finite(tensor: Tensor | None) -> bool:
-    """Check a copy in CPU memory; in small parts, for which torch starts no further threads."""
+    """Check a copy in CPU memory; without more threads, and seldom with the interpreter's lock.
+
+    Training needs both: numpy sums a whole tensor in one call that releases the lock, and a finite
+    sum is enough. torch would start threads of its own for more than a small part; numpy has no
+    bfloat16.
+    """
     if (
         tensor is None
         or tensor.dtype == torch.float4_e2m1fn_x2
         or not (tensor.is_floating_point() or tensor.is_complex())
     ):
         return True  # another stage saves it, or its type has no such value
+    flat = tensor.flatten()
+    if tensor.dtype in _NUMPY_SUMS:
+        with np.errstate(all="ignore"):
+            if np.isfinite(flat.resolve_conj().numpy().sum()):
+                return True
     is_float8 = tensor.dtype.itemsize == 1  # of which torch cannot tell
-    parts = tensor.flatten().split(_PART_SIZE)
+    parts = flat.split(_PART_SIZE)
     return all(bool((p.float() if is_float8 else p).isfinite().all()) for p in parts)
 
 
