@@ -1,15 +1,15 @@
 """The selection of collectives by device, and the in-place collectives of torch."""
 
-from contextlib import nullcontext
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from polyrhythm.errors import PolicyError
+from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import new_gloo_group
@@ -19,10 +19,12 @@ from polyrhythm.run.comm.reduce_scatter import (
     HierarchicalCollectives,
     NcclCollectives,
     PinnedCollectives,
+    _GroupMessages,
     pinned_size,
     select_backend,
     uses_nccl,
 )
+from tests.gloo.emulated_cuda import without_cuda
 from tests.gloo.pipelines import run_stages
 
 TIMEOUT = 20.0
@@ -82,19 +84,50 @@ def test_complex_tensors_are_gathered_as_real_views(tmp_path: Path) -> None:
         assert torch.equal(flat, expected)
 
 
-def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let copies and streams of a GPU act at once, in main memory."""
-    empty = torch.empty
+@pytest.mark.parametrize("num_sockets", [1, 2])
+def test_large_buckets_give_mean_and_all_shards(num_sockets: int, tmp_path: Path) -> None:
+    """Shards of more than 4 MB travel in parts, of unequal size here; small ones do not."""
+    sizes = (2 * (2**20 + 2**18 + 1), 6, 2 * (2**20 + 7))
 
-    def unpinned(*args: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        return empty(*args, **more)
+    def work(ctx: DistContext) -> list[torch.Tensor]:
+        group = new_gloo_group([0, 1], "a test", timeout=TIMEOUT, num_sockets=num_sockets)
+        collectives = GlooCollectives(group, timeout=TIMEOUT, num_sockets=num_sockets)
+        flats = [torch.arange(size, dtype=torch.float32) * (1 + 2 * ctx.rank) for size in sizes]
+        scattered = [collectives.reduce_scatter(flat, n) for n, flat in enumerate(flats)]
+        for each in scattered[::-1]:
+            each.wait()
+        for each in [collectives.all_gather(flat, n) for n, flat in enumerate(flats)]:
+            each.wait()
+        return flats
 
-    monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    for name in ("Stream", "Event", "current_stream", "set_device", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, MagicMock())
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    for flats in run_stages(2, work, tmp_path):
+        for flat in flats:
+            assert torch.equal(flat, torch.arange(len(flat), dtype=torch.float32) * 2)
+
+
+@pytest.mark.parametrize("socket", [0, 1])
+def test_a_timeout_closes_all_sockets(socket: int, tmp_path: Path) -> None:
+    """Whichever of them has timed out: peers do not wait for a timeout of their own."""
+
+    def work(ctx: DistContext) -> float:
+        group = new_gloo_group([0, 1], "a test", timeout=TIMEOUT, num_sockets=2)
+        timeout = 1.0 if ctx.rank == 0 else TIMEOUT / 2
+        collectives = GlooCollectives(group, timeout=timeout, num_sockets=2)
+        flat = torch.zeros(2 * 2**21)
+        if ctx.rank == 0:
+            messages = collectives.receive([flat[: 2**21]], 7, CollectivePhase.REDUCE_SCATTER)
+        else:  # another message, in one of them
+            messages = _GroupMessages(group, timedelta(seconds=timeout), 2)
+            messages.receive(0, torch.zeros(1), tag=100 + socket, shard=0)
+        dist.barrier()
+        start = time.monotonic()
+        with pytest.raises(PeerError):
+            messages.wait()
+        elapsed = time.monotonic() - start
+        dist.barrier()  # a process that ends would close its sockets
+        return elapsed
+
+    assert max(run_stages(2, work, tmp_path)) < TIMEOUT / 4
 
 
 @pytest.mark.parametrize("nodes", [[[0]], [[0, 1]], [[0, 1, 2]], [[0, 2], [1, 3]]], ids=str)

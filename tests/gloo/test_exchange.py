@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from polyrhythm.run.averaging.exchange import (
     reduce_scatter,
 )
 from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.process_groups import NUM_SOCKETS
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import run_stages
 from tests.gloo.replicas import run_with_failures
@@ -34,8 +37,9 @@ def peer(rank: int) -> Peer:
     return Peer(Worker(0, rank), 1)
 
 
-def connections_of(ctx: DistContext) -> PeerConnections:
-    return PeerConnections(_get_default_store().clone(), peer(ctx.rank))
+def connections_of(ctx: DistContext, num_sockets: int = 1) -> PeerConnections:
+    store = _get_default_store().clone()
+    return PeerConnections(store, peer(ctx.rank), num_sockets=num_sockets)
 
 
 def exchange_mean(
@@ -82,6 +86,34 @@ def test_all_members_get_identical_mean_and_inputs_are_unchanged(
         wide = torch.stack([values(rank, size).double() for rank in group]).mean(0)
         tolerance = 4e-3 if dtype is torch.bfloat16 else 1e-6
         torch.testing.assert_close(results[0].double(), wide, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("num_sockets", [(1, 1), (2, 1), (2, 2)], ids=str)
+def test_a_large_message_travels_over_all_sockets_that_both_have(
+    num_sockets: tuple[int, int], tmp_path: Path
+) -> None:
+    """An odd number of elements, so that the parts of a message differ in size."""
+    num = 2 * (2**20 + 2**18) + 1
+
+    def work(ctx: DistContext) -> tuple[bool, set[int], int]:
+        connections, used = connections_of(ctx, num_sockets[ctx.rank]), set[int]()
+        connections.connect([peer(1 - ctx.rank)], "7", timeout=20.0)
+        connection = connections._by_peer[peer(1 - ctx.rank)]
+        group: Any = connection.group
+
+        def send(tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work:
+            used.update([tag % NUM_SOCKETS] if tensors[0].nbytes > 2**20 else [])
+            return group.send(tensors, to, tag)
+
+        recorded: Any = SimpleNamespace(rank=group.rank, recv=group.recv, send=send)
+        connections._by_peer[peer(1 - ctx.rank)] = connection._replace(group=recorded)
+        flat = torch.arange(num, dtype=torch.float32) * (ctx.rank + 1)
+        found = exchange_mean(connections, (0, 1), flat, 7)
+        is_mean = torch.equal(found, torch.arange(num, dtype=torch.float32) * 1.5)
+        return is_mean, used, len(group.options._devices)
+
+    least = min(num_sockets)
+    assert run_stages(2, work, tmp_path) == [(True, set(range(least)), least)] * 2
 
 
 def test_half_precision_accumulates_in_float32(tmp_path: Path) -> None:

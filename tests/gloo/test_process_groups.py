@@ -4,6 +4,8 @@ import inspect
 import os
 import pickle
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import (
     DEFAULT_TIMEOUT,
     Replicas,
+    abort,
     count_rounds,
     default_environment,
     job_mesh,
@@ -65,6 +68,26 @@ def test_groups_with_equal_members_are_separate(tmp_path: Path) -> None:
         return [tensor.item() for tensor in tensors]
 
     assert run_stages(2, work, tmp_path)[1] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("num_sockets", [1, 2])
+def test_abort_wakes_waits_for_all_sockets(num_sockets: int, tmp_path: Path) -> None:
+    """On both sides: of the one that aborts, and of its peer."""
+
+    def work(ctx: DistContext) -> list[bool]:
+        group = new_gloo_group([0, 1], "a test", timeout=TIMEOUT, num_sockets=num_sockets)
+        assert len(group.options._devices) == num_sockets
+        works = [group.recv([torch.zeros(1)], 1 - ctx.rank, tag) for tag in (6, 7)]
+        dist.barrier()
+        if ctx.rank == 0:
+            abort(group)
+        start = time.monotonic()
+        for each in works:
+            with pytest.raises(RuntimeError):
+                each.wait(timedelta(seconds=TIMEOUT))
+        return [time.monotonic() - start < TIMEOUT / 2]
+
+    assert run_stages(2, work, tmp_path) == [[True], [True]]
 
 
 def test_agreements_leave_nothing_in_the_store(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ it: gloo aborts a process that receives more than it expects.
 When a connection breaks, gloo wakes a thread that waits for a message not yet started, but not one
 that waits for a message in transfer, in either direction. So an empty message, which is never in
 transfer, follows each message, and the receiver waits for the empty one. A sender does not wait; it
-holds the tensor until the receiver is known to have it.
+holds the tensor until the receiver is known to have it. Two workers with GPUs have two sockets, and
+a large message travels half in each.
 
 The weighted mean of a buffer takes two direct exchanges. Each member owns one shard of the buffer.
 First every member sends each owner its shard, and the owner sums them (`reduce_scatter`); then each
@@ -37,7 +38,7 @@ from datetime import timedelta
 from enum import IntEnum
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from polyrhythm.cost.sync import SMALL
 from polyrhythm.errors import PeerError, PolicyError, peer_errors
-from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.run.comm.process_groups import (
+    INTERFACES,
+    NUM_SOCKETS,
+    abort,
+    gloo_device,
+    split_message,
+)
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, DirectExchange
 from polyrhythm.run.comm.store import JobStore, Members, StoreBackend
 from polyrhythm.types import Bytes, Seconds, Worker
@@ -54,13 +61,15 @@ from polyrhythm.types import Bytes, Seconds, Worker
 ShardSlices = list[list[slice]]  # per bucket, the shard of each member
 
 _MIN_TIMEOUT: Seconds = 0.001  # for gloo, 0 means no limit
-_SUM_BLOCK = 2**18  # numbers
-_NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16  # that a tag can distinguish; a tag is below 2**30
+_SUM_BLOCK = 2**17  # numbers
+# That a tag can distinguish; a tag is below 2**30.
+_NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16 // NUM_SOCKETS
 _HANDSHAKE_TIMEOUT: Seconds = 20.0  # of two peers that are both present
 _PAIR = Members((0, 1))  # of a connection
-_CONNECTING, _DECISION = "connecting", "whether both connect"
+_CONNECTING, _DECISION = "connecting", "over how many sockets both connect"
 _PAIR_KEYS = (  # all that connecting leaves in the store: gloo's addresses, and the rendezvous
-    *("0/0", "0/1", f"{_PAIR.epoch}/{_DECISION}"),
+    f"{_PAIR.epoch}/{_DECISION}",
+    *(f"{device}/{rank}" for device in range(NUM_SOCKETS) for rank in _PAIR.ranks),
     *(
         f"{_PAIR.epoch}/{_CONNECTING}/{rank}{suffix}"
         for rank in _PAIR.ranks
@@ -77,28 +86,42 @@ class Peer(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A send or receive in flight."""
+    """A send or receive in flight, in parts: see `split_message`."""
 
-    content: dist.Work
-    end: dist.Work  # the empty message that follows
+    contents: list[dist.Work]
+    ends: list[dist.Work]  # of each part, the empty message that follows
 
     def wait(self, timeout: timedelta) -> None:
-        self.end.wait(timeout)
-        self.content.wait(timeout)  # complete: messages keep their order
+        _wait_for(self.ends, timeout)
+        self.wait_for_contents(timeout)  # complete: messages keep their order
+
+    def wait_for_contents(self, timeout: timedelta) -> None:
+        _wait_for(self.contents, timeout)
+
+
+def _wait_for(works: Sequence[dist.Work], timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    for work in works:
+        left = max(deadline - time.monotonic(), _MIN_TIMEOUT)
+        work.wait(timedelta(seconds=left))
 
 
 class _PeerConnection(NamedTuple):
     group: dist.ProcessGroup
     sizes: set[Bytes]  # that both have compared
     posted: list[Message]  # that the peer may not have received yet
+    num_sockets: int
 
 
 class PeerConnections:
     """The connections of one worker; used by one thread, but any may call `abort` and `post`."""
 
-    def __init__(self, store: Store, me: Peer) -> None:
-        """`store`: a connection for this object alone; a wait for a key blocks all its users."""
-        self.store, self.me = store, me
+    def __init__(self, store: Store, me: Peer, *, num_sockets: int = 1) -> None:
+        """`store`: a connection for this object alone; a wait for a key blocks all its users.
+
+        A pair has `num_sockets`, or those of the peer if these are fewer; NUM_SOCKETS at most.
+        """
+        self.store, self.me, self._num_sockets = store, me, num_sockets
         self._by_peer: dict[Peer, _PeerConnection] = {}
         self._old_keys: list[tuple[set[Worker], list[str]]] = []  # and who may still read them
 
@@ -124,9 +147,8 @@ class PeerConnections:
             )
             if lower == self.me:
                 self.delete_later([other.worker], [f"{pair_prefix}/{key}" for key in _PAIR_KEYS])
-            self._by_peer[other] = _PeerConnection(
-                self._make_group(other, pair_prefix, deadline, should_stop), set(), []
-            )
+            group, num_sockets = self._make_group(other, pair_prefix, deadline, should_stop)
+            self._by_peer[other] = _PeerConnection(group, set(), [], num_sockets)
 
     def delete_later(self, readers: Iterable[Worker], keys: list[str]) -> None:
         """Delete keys of the store once each reader has committed a later group with this worker.
@@ -193,16 +215,30 @@ class PeerConnections:
 
     def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
         """Send `tensor`; hold the returned message, since dropping it blocks the pair for good."""
-        group, empty = self._by_peer[peer].group, tensor.new_empty(0)
-        with peer_errors(peer.worker, "sending"):  # fails at once if the connection has closed
-            works = [group.send([part], 1 - group.rank(), tag) for part in (tensor, empty)]
-        return Message(*works)
+        connection, message = self._by_peer[peer], Message([], [])
+        group, to = connection.group, 1 - connection.group.rank()
+        try:
+            with peer_errors(peer.worker, "sending"):  # fails at once if the connection has closed
+                for part, own_tag in split_message(tensor, tag, connection.num_sockets):
+                    message.contents.append(group.send([part], to, own_tag))
+                    message.ends.append(group.send([part.new_empty(0)], to, own_tag))
+        except PeerError:
+            connection.posted.append(message)  # another part may be on its way
+            raise
+        return message
 
     def receive(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
-        group, empty = self._by_peer[peer].group, tensor.new_empty(0)
-        with peer_errors(peer.worker, "receiving"):
-            works = [group.recv([part], 1 - group.rank(), tag) for part in (tensor, empty)]
-        return Message(*works)
+        connection, message = self._by_peer[peer], Message([], [])
+        group, sender = connection.group, 1 - connection.group.rank()
+        try:
+            with peer_errors(peer.worker, "receiving"):
+                for part, own_tag in split_message(tensor, tag, connection.num_sockets):
+                    message.contents.append(group.recv([part], sender, own_tag))
+                    message.ends.append(group.recv([part.new_empty(0)], sender, own_tag))
+        except PeerError:
+            connection.posted.append(message)
+            raise
+        return message
 
     def abort(self, peers: Sequence[Peer]) -> None:
         """Wake all threads that wait for these peers, on both sides; `drop` them afterwards."""
@@ -225,15 +261,18 @@ class PeerConnections:
 
     def _make_group(
         self, other: Peer, pair_prefix: str, deadline: Seconds, should_stop: Callable[[], bool]
-    ) -> dist.ProcessGroup:
+    ) -> tuple[dist.ProcessGroup, int]:
+        """Return a group of the two, and its number of sockets."""
         store, rank = PrefixStore(pair_prefix, self.store), int(other < self.me)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))]
         options._threads = 1  # they run collectives, which a pair does not use
         options._timeout = timedelta(seconds=_HANDSHAKE_TIMEOUT)
         with peer_errors(other.worker, "connecting"):  # the store may be gone as well
-            self._rendezvous(store, rank, other, deadline, should_stop)
-            return dist.ProcessGroupGloo(store, rank, 2, options)  # type: ignore[return-value]
+            num_sockets = self._rendezvous(store, rank, other, deadline, should_stop)
+            interfaces = os.environ.get(INTERFACES, "")
+            options._devices = [_device(interfaces, number) for number in range(num_sockets)]
+            made: Any = dist.ProcessGroupGloo(store, rank, 2, options)
+            return made, num_sockets
 
     def _rendezvous(
         self,
@@ -242,10 +281,11 @@ class PeerConnections:
         other: Peer,
         deadline: Seconds,
         should_stop: Callable[[], bool],
-    ) -> None:
+    ) -> int:
         """Wait until both peers are present, and agree: either both connect now, or neither.
 
-        Gloo would wait for a peer that has stopped or died, and that wait cannot be aborted.
+        Returns the number of sockets. Gloo would wait for a peer that has stopped or died, and that
+        wait cannot be aborted.
         """
         names, start = sorted([self.me, other]), time.monotonic()
 
@@ -261,12 +301,16 @@ class PeerConnections:
             check=check,
         )
         error: PeerError | None = None
+        agreed = 0  # sockets
         try:
-            pair.barrier(_CONNECTING, _PAIR)
+            found = pair.all_gather_object(_CONNECTING, self._num_sockets, _PAIR, as_type=int)
+            agreed = min(found)
         except PeerError as lost:
             error = lost
-        if not pair.set_once(_DECISION, error is None, _PAIR):
+        agreed = pair.set_once(_DECISION, agreed, _PAIR)
+        if not agreed:
             raise error or self._lost_error(other, start, "it has aborted the group")
+        return agreed
 
     def _lost_error(self, other: Peer, start: Seconds, cause: str) -> PeerError:
         waited = time.monotonic() - start
@@ -274,14 +318,9 @@ class PeerConnections:
 
 
 @cache
-def _device(interfaces: str) -> dist.ProcessGroupGloo.Device:
-    """Return one listening socket and one thread for all pairs.
-
-    torch.distributed reads the same environment variable.
-    """
-    if interfaces:
-        return dist.ProcessGroupGloo.create_device(interface=interfaces.split(",")[0])
-    return dist.ProcessGroupGloo.create_default_device()
+def _device(interfaces: str, number: int) -> dist.ProcessGroupGloo.Device:
+    """Return the device with this number, which all pairs share."""
+    return gloo_device(interfaces, number)
 
 
 class MessageKind(IntEnum):
@@ -294,9 +333,9 @@ class MessageKind(IntEnum):
 
 
 def tag(kind: MessageKind, number: int, bucket: int = 0) -> int:
-    """Return the tag of a message: order is kept per tag, and groups have different tags."""
+    """Return the first tag of a message: order is kept per tag; groups have different tags."""
     group = kind * _NUM_GROUPS + number % _NUM_GROUPS
-    return group * _NUM_BUCKETS + bucket % _NUM_BUCKETS
+    return NUM_SOCKETS * (group * _NUM_BUCKETS + bucket % _NUM_BUCKETS)
 
 
 def shard_slices(
@@ -422,7 +461,7 @@ class PostedMessages:
         while self._received:
             _, message, shard = self._received.popleft()
             try:
-                message.content.wait(timedelta(seconds=_MIN_TIMEOUT))
+                message.wait_for_contents(timedelta(seconds=_MIN_TIMEOUT))
             except RuntimeError:  # still in flight
                 continue
             yield shard
@@ -439,14 +478,24 @@ def shard_bucket(start: int, stop: int, size: int, element_bytes: Bytes) -> list
 
 
 def weighted_sum(rows: Sequence[Tensor], weights: Sequence[float], into: Tensor) -> None:
-    """Sum in the order of members, so that the result does not depend on the owner."""
+    """Sum in the order of members, so that the result does not depend on the owner.
+
+    With equal weights numbers are summed first: a sum beyond the largest float is infinite then.
+    """
     is_half = into.dtype in HALF_PRECISION
+    has_equal_weights = len(set(weights)) == 1  # one product in place of one per row
     # By blocks: what is allocated for a product stays in the cache.
     for block, *parts in zip(*(row.split(_SUM_BLOCK) for row in (into, *rows)), strict=True):
         total = torch.empty_like(block, dtype=torch.float32) if is_half else block
-        torch.mul(parts[0].to(total.dtype), weights[0], out=total)
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            total += part.to(total.dtype) * weight
+        if has_equal_weights and len(parts) > 1:
+            torch.add(parts[0].to(total.dtype), parts[1].to(total.dtype), out=total)
+            for part in parts[2:]:
+                total += part.to(total.dtype)
+            total *= weights[0]
+        else:
+            torch.mul(parts[0].to(total.dtype), weights[0], out=total)
+            for part, weight in zip(parts[1:], weights[1:], strict=True):
+                total += part.to(total.dtype) * weight
         if is_half:
             block.copy_(total)
 

@@ -44,7 +44,7 @@ from polyrhythm.run.averaging.strategies import (
     ServerAveraging,
     StaticAveraging,
 )
-from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, check_member
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, NUM_SOCKETS, check_member
 from polyrhythm.run.coordinator.client import CoordinatorClient
 from polyrhythm.run.decoupled.checks import check_not_averaged, unwrapped
 from polyrhythm.run.pipeline.pipeline import Pipeline
@@ -137,8 +137,9 @@ class GroupSync:
         # A wrapper may step or not; the hooks belong to the optimizer that steps.
         self._model = ReplicaState(module, unwrapped(optimizer), state, decoupled)
         _check_worker(module, setup, worker, process_group)
+        num = NUM_SOCKETS if any(parameter.is_cuda for parameter in module.parameters()) else 1
         self._rendezvous = Rendezvous(
-            setup, worker, timeout=timeout, name=name, process_group=process_group
+            setup, worker, timeout=timeout, name=name, process_group=process_group, num_sockets=num
         )
         self._own_log: EventLog | None = None
         if isinstance(model, Pipeline):

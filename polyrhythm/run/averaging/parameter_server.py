@@ -23,12 +23,12 @@ from torch import Tensor
 from polyrhythm.errors import PeerError, PolicyError, peer_errors
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.averaging.rendezvous import Rendezvous, server_worker
-from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, NUM_SOCKETS
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_OPERATION_TAG, _WEIGHTS_TAG = 1, 2
+_OPERATION_TAG, _WEIGHTS_TAG = 0, NUM_SOCKETS
 
 
 class _Operation(IntEnum):

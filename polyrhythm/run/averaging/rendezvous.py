@@ -70,8 +70,12 @@ class Rendezvous:
         timeout: Seconds,
         name: str,
         process_group: dist.ProcessGroup | None = None,
+        num_sockets: int = 1,
     ) -> None:
-        """`timeout` bounds every wait for other workers; `name` is unique in the process group."""
+        """`timeout` bounds every wait for other workers; `name` is unique in the process group.
+
+        `num_sockets`: see PeerConnections.
+        """
         check_timeout(timeout)
         if not dist.is_initialized():
             raise LaunchError(
@@ -88,6 +92,7 @@ class Rendezvous:
         is_server = worker not in setup.workers
         number = len(names) - 1 if is_server else setup.workers.index(worker)
         self._name, self._prefix = name, f"polyrhythm/sync/{name}"
+        self._num_sockets = num_sockets
         if process_group is not None:  # others may use the same name
             self._prefix += f"/{dist.get_process_group_ranks(process_group)}"
         self.store = JobStore(
@@ -112,7 +117,8 @@ class Rendezvous:
     def connections_of(self, me: Peer) -> PeerConnections:
         """Return new connections, for one thread."""
         # A store of torch.distributed, which is initialised: gloo needs it as well.
-        return PeerConnections(cast("Store", job_store_backend(self._prefix, self.timeout)), me)
+        store = cast("Store", job_store_backend(self._prefix, self.timeout))
+        return PeerConnections(store, me, num_sockets=self._num_sockets)
 
     @property
     def stage(self) -> Members:

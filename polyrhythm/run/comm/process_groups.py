@@ -10,6 +10,7 @@ itself, so that one that is started later takes part as well as the others.
 import contextlib
 import ctypes
 import hashlib
+import itertools
 import os
 import struct
 import threading
@@ -26,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
-from polyrhythm.types import Seconds
+from polyrhythm.types import Bytes, Seconds
 
 # For every wait for another process, in the whole API: longer than usual pauses, such as an
 # evaluation on one rank or compiling a stage.
@@ -35,7 +36,10 @@ DEFAULT_TIMEOUT: Seconds = 600.0
 # than a timeout. One that dies then is noticed at once all the same: its connections close.
 FIRST_STEP_TIMEOUT: Seconds = 1800.0
 NUM_FIRST_STEPS = 2  # others notice in the second one that the first update has taken long
-_UNUSED_TAG = 2**30
+# Per peer, for gradients of GPUs over gloo: see `gloo_device`. A message has as many tags.
+NUM_SOCKETS = 2
+_MIN_SPLIT: Bytes = 4 * 2**20  # of a message that travels in several sockets
+_UNUSED_TAG, INTERFACES = 2**30, "GLOO_SOCKET_IFNAME"  # of the environment, as torch reads it
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 
 
@@ -122,12 +126,15 @@ class Replicas:
                     tensor.copy_(first)
 
 
-def new_gloo_group(ranks: Sequence[int], purpose: str, *, timeout: Seconds) -> dist.ProcessGroup:
+def new_gloo_group(
+    ranks: Sequence[int], purpose: str, *, timeout: Seconds, num_sockets: int = 1
+) -> dist.ProcessGroup:
     """Create a gloo group of these ranks, called by all of them; ranks inside it are indices.
 
     The functions of torch.distributed do not know this group: use its methods or those below.
+    It has `num_sockets` per peer: see `gloo_device`.
     """
-    return _connect(ranks, purpose, unique_name(ranks, purpose), timeout)
+    return _connect(ranks, purpose, unique_name(ranks, purpose), timeout, num_sockets)
 
 
 def new_nccl_group(
@@ -241,14 +248,45 @@ def count_rounds(store: Store, name: str, num_processes: int) -> int:
     return (int(store.add(f"{name}/arrivals", 1)) - 1) // num_processes
 
 
-def _connect(ranks: Sequence[int], purpose: str, name: str, timeout: Seconds) -> dist.ProcessGroup:
+def _connect(
+    ranks: Sequence[int], purpose: str, name: str, timeout: Seconds, num_sockets: int = 1
+) -> dist.ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout)  # torch's default is half an hour
+    interfaces = os.environ.get(INTERFACES, "")
+    num_devices = max(num_sockets, interfaces.count(",") + 1)  # each interface has one, as in torch
+    options._devices = [gloo_device(interfaces, number) for number in range(num_devices)]
+    options._threads = 2 * num_devices  # as torch has
     with peer_errors("another process", f"making the group for {purpose}"):
         return dist.ProcessGroupGloo(  # type: ignore[return-value]  # has the same methods
             PrefixStore(name, _get_default_store()),
             list(ranks).index(dist.get_rank()),
             len(ranks),
-            timedelta(seconds=timeout),  # torch's default is half an hour
+            options,
         )
+
+
+def gloo_device(interfaces: str, number: int) -> dist.ProcessGroupGloo.Device:
+    """Return a device for gloo groups: in each of them a socket per peer, and one thread for all.
+
+    `number` chooses one of the `interfaces`, names with commas between them. Over loopback or a
+    fast network the thread bounds the bandwidth: a group with two devices has twice as much. Of
+    these a point-to-point message takes the one of its tag, modulo their number.
+    """
+    names = [name for name in interfaces.split(",") if name]
+    if not names:
+        return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(interface=names[number % len(names)])
+
+
+def split_message(flat: Tensor, tag: int, num_sockets: int) -> list[tuple[Tensor, int]]:
+    """Return the parts in which a message travels, with their tags; `tag` is the first of its own.
+
+    Only large messages use several sockets: small ones keep their order, in the first.
+    """
+    if num_sockets == 1 or flat.nbytes < _MIN_SPLIT:
+        return [(flat, tag)]
+    return [(part, tag + number) for number, part in enumerate(flat.chunk(num_sockets))]
 
 
 def job_mesh(
@@ -362,8 +400,11 @@ def abort(group: dist.ProcessGroup) -> None:
         # Its destructor would wait for a thread of torch that may never end after an error.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return
-    for other in range(group.size()):
+    # The sockets of a peer close one by one. A group may have fewer: the last are closed already.
+    num_devices = max(NUM_SOCKETS, os.environ.get(INTERFACES, "").count(",") + 1)
+    for other, number in itertools.product(range(group.size()), range(num_devices)):
         if other != group.rank():
             with contextlib.suppress(RuntimeError):
                 unused = torch.empty(1, dtype=torch.uint8)
-                group.recv([unused], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                received = group.recv([unused], other, _UNUSED_TAG + number)
+                received.wait(timedelta(milliseconds=1))

@@ -6,7 +6,8 @@ sums the shards that it receives; in the all-gather it sends its own shard to al
 reduce-scatter would move as many bytes as an all-reduce. Over NCCL they are NCCL's own collectives.
 
 Messages have tags by buffer and phase, so that waits may come in any order; they leave in the order
-in which they are posted: post first what is needed first.
+in which they are posted: post first what is needed first. With several sockets per peer, each has
+a part of every large message.
 """
 
 import threading
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from polyrhythm.errors import LaunchError, PolicyError, peer_errors
+from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors
+from polyrhythm.run.comm.process_groups import NUM_SOCKETS, abort, split_message
 from polyrhythm.types import AUTO, Bytes, Seconds
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
@@ -113,13 +115,22 @@ class GlooCollectives:
     waits_on_host, pinned_bytes = True, 0
 
     def __init__(
-        self, group: dist.ProcessGroup, *, timeout: Seconds, owners: Sequence[int] | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        timeout: Seconds,
+        owners: Sequence[int] | None = None,
+        num_sockets: int = 1,
     ) -> None:
-        """`owners` are the ranks in the group that own the shards, by default in order."""
+        """`owners` are the ranks in the group that own the shards, by default in order.
+
+        `num_sockets`: of the group, per peer; equal on all workers.
+        """
         self.num_workers = group.size()
         owners = range(self.num_workers) if owners is None else owners
         self.rank = owners.index(group.rank())  # of its shard
-        self._group, self.timeout = group, timeout  # of the collectives that start from now on
+        self._group, self._num_sockets = group, num_sockets
+        self.timeout = timeout  # of the collectives that start from now on
         self._exchange = DirectExchange(owners, self.rank)
         self.others = self._exchange.others  # the shards of the other workers
         self._buffers: dict[int, Tensor] = {}  # received addends by number; kept for reuse
@@ -164,7 +175,8 @@ class GlooCollectives:
         self, into: Iterable[Tensor], number: int, phase: CollectivePhase
     ) -> "_GroupMessages":
         """Post a receive from each other worker, in the order of `others`."""
-        messages = _GroupMessages(self._group, timedelta(seconds=self.timeout))
+        timeout = timedelta(seconds=self.timeout)
+        messages = _GroupMessages(self._group, timeout, self._num_sockets)
         self._exchange.receive(messages, into, tag=_tag(number, phase))
         return messages
 
@@ -205,22 +217,29 @@ class GlooCollectives:
 class _GroupMessages:
     """The messages of one collective in a gloo group; the wait ends when all have arrived."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, num_sockets: int) -> None:
+        self._group, self._timeout, self._num_sockets = group, timeout, num_sockets
         self._works: list[tuple[int, dist.Work]] = []
 
     def receive(self, peer: int, into: Tensor, *, tag: int, shard: int) -> None:
         with peer_errors(f"rank {peer}", "averaging"):  # fails at once if the peer is lost
-            self._works.append((peer, self._group.recv([into], peer, tag)))
+            for part, own_tag in split_message(into, tag, self._num_sockets):
+                self._works.append((peer, self._group.recv([part], peer, own_tag)))
 
     def send(self, peer: int, tensor: Tensor, *, tag: int) -> None:
         with peer_errors(f"rank {peer}", "averaging"):
-            self._works.append((peer, self._group.send([tensor], peer, tag)))
+            for part, own_tag in split_message(tensor, tag, self._num_sockets):
+                self._works.append((peer, self._group.send([part], peer, own_tag)))
 
     def wait(self) -> None:
-        for peer, work in self._works:
-            with peer_errors(f"rank {peer}", "averaging"):
-                work.wait(self._timeout)
+        try:
+            for peer, work in self._works:
+                with peer_errors(f"rank {peer}", "averaging"):
+                    work.wait(self._timeout)
+        except PeerError:
+            if self._num_sockets > 1:  # a timeout closes those of one device only
+                abort(self._group)
+            raise
 
 
 def _finish_mean(messages: _GroupMessages, own_shard: Tensor, received: Tensor) -> None:
@@ -243,7 +262,8 @@ def _finish_flags(messages: _GroupMessages, flags: Tensor, received: Tensor) -> 
 
 
 def _tag(number: int, phase: CollectivePhase) -> int:
-    return len(CollectivePhase) * (number % _NUM_TAGS) + phase
+    """Return the first tag of a message."""
+    return NUM_SOCKETS * (len(CollectivePhase) * (number % _NUM_TAGS) + phase)
 
 
 class HierarchicalCollectives:

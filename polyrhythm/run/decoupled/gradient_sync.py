@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.process_groups import (
+    NUM_SOCKETS,
     Replicas,
     new_gloo_group,
     new_nccl_group,
@@ -80,10 +81,12 @@ class ReplicaCollectives:
         are made here, also if `process_group` has NCCL: these may be aborted after a failure.
         """
         self._device, self._timeout = device, timeout
-        self.control = GlooCollectives(replicas.group, timeout=timeout)
-        own = site_of(site, device, process_group), node or _name_of_this_node()
+        self.control = self._host = GlooCollectives(replicas.group, timeout=timeout)
+        own = site_of(site, device, process_group), node or _name_of_this_node(), device.type
         found = replicas.all_gather_object(own, call)
-        sites, nodes = [each[0] for each in found], [each[1] for each in found]
+        sites, nodes, types = ([each[index] for each in found] for index in range(3))
+        # Where a GPU computes, the host has cores for more threads.
+        num_sockets = NUM_SOCKETS if {*types} == {"cuda"} else 1
         self._nccl: dist.ProcessGroup | None = None  # of all replicas
         self._nccl_groups = list[dist.ProcessGroup]()  # of all replicas, or of this site
         self._nodes = None  # members by node or site, if there is a hierarchy
@@ -99,11 +102,18 @@ class ReplicaCollectives:
             for where, members in (("inside", own_node), ("across", across_nodes)):
                 what = f"averaging gradients {where} nodes"
                 ranks = [replicas.ranks[member] for member in members]
-                groups.append(new_gloo_group(ranks, what, timeout=timeout))
+                groups.append(new_gloo_group(ranks, what, timeout=timeout, num_sockets=num_sockets))
                 if where == "inside" and None not in sites:
                     inside = self._new_nccl(ranks)
         # Inside this node and across nodes, if there is a hierarchy.
-        self._levels = [GlooCollectives(group, timeout=timeout) for group in groups[1:]]
+        self._levels = [
+            GlooCollectives(group, timeout=timeout, num_sockets=num_sockets) for group in groups[1:]
+        ]
+        if self._nccl is None and num_sockets > 1:
+            what = "averaging gradients over several sockets"
+            made = new_gloo_group(replicas.ranks, what, timeout=timeout, num_sockets=num_sockets)
+            groups.append(made)
+            self._host = GlooCollectives(made, timeout=timeout, num_sockets=num_sockets)
         self._nccl_inside = inside
         self._groups = [*groups, *self._nccl_groups]
         self.comm_thread = CommThread(self._groups, timeout=timeout)
@@ -128,7 +138,7 @@ class ReplicaCollectives:
         """Bound the waits of collectives that start from now on."""
         for group in self._groups:
             set_timeout(group, timeout)
-        for collectives in (self.control, *self._levels):
+        for collectives in (self.control, self._host, *self._levels):
             collectives.timeout = timeout
         self.comm_thread.timeout = timeout
 
@@ -151,7 +161,7 @@ class ReplicaCollectives:
         """Return the collectives for the device of the parameters."""
         if hierarchical not in self._by_hierarchy:
             assert self._levels or not hierarchical, "such modes need a hierarchy"
-            levels = [(self.control, self._nccl)]
+            levels = [(self._host, self._nccl)]
             if hierarchical:
                 levels = list(zip(self._levels, (self._nccl_inside, None), strict=True))
             found = [
