@@ -1,7 +1,6 @@
 """An average of optimizer state that is applied later leaves no negative or infinite number."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,15 +154,6 @@ def test_gradients_are_divided_by_large_counts_of_labels(
     gradients.write(gradients.mean_numbers(), divides=True)
     for p in model.parameters():
         torch.testing.assert_close(p.grad, torch.full_like(p, 3.0 / divisor), rtol=0, atol=0)
-
-
-def test_pinned_memory_of_gradients_is_reported_as_torch_rounds_it() -> None:
-    gradients = GradientBuckets(nn.Linear(2, 2))
-    assert gradients.pinned_bytes == 0
-    memory: Any = SimpleNamespace(pinned_bytes=2 * 1000)  # numbers and their mean
-    copies: Any = SimpleNamespace(memory=memory, totals=torch.zeros(3))
-    gradients._copies = copies
-    assert gradients.pinned_bytes == 2 * 1024 + 16
 
 
 def test_state_of_integers_is_refused() -> None:

@@ -14,20 +14,29 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from polyrhythm.errors import PeerError, PolicyError
-from polyrhythm.run.averaging import buffers, split_all_reduce, strategies
+from polyrhythm.run.averaging import split_all_reduce, strategies
 from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.pipeline import Pipeline
-from tests.gloo.pipelines import STAGE_TIMEOUT, run_single_process, run_stages, step
+from tests.gloo.pipelines import run_single_process, run_stages, step
 from tests.gloo.replicas import TIMEOUT, run_replicas, run_with_failures
+from tests.gloo.streamed_gradients import (
+    LR,
+    MICROBATCHES,
+    WIDTH,
+    Before,
+    expected_quadratic,
+    make_pipeline,
+    train_quadratic,
+    use_small_buckets,
+)
 from tests.grids import long_except
 
-WIDTH, PIPELINES, MICROBATCHES, SAMPLES, STEPS, LR = 8, 2, 3, 4, 4, 0.05
+PIPELINES, SAMPLES, STEPS = 2, 4, 4
 
 
 class Layer(nn.Module):
@@ -97,28 +106,6 @@ def single_process(loss_fn: Callable[..., Any], num_steps: int = STEPS) -> dict[
     return state_of(model)
 
 
-def make_pipeline(
-    ctx: DistContext, model: nn.Sequential, loss_fn: Callable[..., Any], stages: int, **more: Any
-) -> Pipeline:
-    groups = [
-        dist.new_group([stages * p + s for s in range(stages)])
-        for p in range(ctx.world_size // stages)
-    ]
-    return Pipeline.from_sequential(
-        model,
-        loss_fn=loss_fn,
-        process_group=groups[ctx.rank // stages],
-        pipeline=ctx.rank // stages,
-        timeout=STAGE_TIMEOUT,
-        **{"n_microbatches": MICROBATCHES, **more},
-    )
-
-
-def use_small_buckets() -> None:
-    """Split even a small model into many buckets, some of them within a tensor."""
-    buffers._FIRST_BUCKET, buffers._BUCKET = 64, 300
-
-
 @pytest.mark.parametrize(
     ("policy", "stages", "loss_fn"),
     long_except(
@@ -165,31 +152,6 @@ def test_averages_during_backward_equal_single_process(
         assert state
         for name, value in state.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
-
-
-class Slow(torch.autograd.Function):
-    """The identity, whose backward first calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return gradient, None
-
-
-class Before(nn.Module):
-    """A layer that calls a function in the middle of a backward: its own gradient comes last."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        super().__init__()
-        self.weight, self.call = nn.Parameter(torch.ones(WIDTH).double()), call
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return Slow.apply(inputs * self.weight, self.call)
 
 
 def with_call(call: Callable[[], None]) -> nn.Sequential:
@@ -267,53 +229,6 @@ def test_grad_scaler_skips_the_same_step_on_all_replicas(
     for name, value in state.items():
         assert value.isfinite().all()
         torch.testing.assert_close(value, other[name], rtol=0, atol=0)
-
-
-def quadratic(output: Tensor, target: Tensor) -> Tensor:
-    return 0.5 * (output - target).square().sum(1).mean()
-
-
-def train_quadratic(
-    ctx: DistContext, at_step: dict[int, Callable[[], None]], num_steps: int
-) -> tuple[Tensor, float]:
-    """Train a vector towards the mean of targets 1, 2, ...; call functions within backwards."""
-    use_small_buckets()
-    number = 0
-    model = nn.Sequential(Before(lambda: at_step.pop(number, lambda: None)()), nn.Identity())
-    model.append(nn.Linear(WIDTH, WIDTH, bias=False).double())
-    nn.init.eye_(model[2].weight)
-    target = torch.full((1, WIDTH), ctx.rank + 1.0).double()
-    inputs = torch.ones(1, WIDTH).double()
-    with make_pipeline(ctx, model, quadratic, 1, n_microbatches=1) as pipeline:
-        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=LR)
-        with GroupSync(pipeline, optimizer, "all_reduce", timeout=TIMEOUT) as sync:
-            start = time.monotonic()
-            for number in range(num_steps):  # noqa: B007  # the closure reads it
-                try:
-                    pipeline.step(inputs, target=target)
-                except ArithmeticError:  # once: the batch is repeated
-                    optimizer.zero_grad()
-                    pipeline.step(inputs, target=target)
-                optimizer.step()
-                sync.step()
-                optimizer.zero_grad()
-            elapsed = time.monotonic() - start
-        weights = [p.detach().flatten() for p in pipeline.module.parameters()]
-    return torch.cat(weights), elapsed
-
-
-def expected_quadratic(targets: list[list[float]]) -> Tensor:
-    """Train on the targets that are present in each step, in one process."""
-    first, second = torch.ones(WIDTH).double().requires_grad_(), torch.eye(WIDTH).double()
-    second.requires_grad_()
-    optimizer = torch.optim.SGD([first, second], lr=LR)
-    for present in targets:
-        for target in present:
-            loss = quadratic((first @ second.T)[None], torch.full((1, WIDTH), target).double())
-            (loss / len(present)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cat([first.detach(), second.detach().flatten()])
 
 
 @pytest.mark.timeout(90)

@@ -6,7 +6,7 @@ have one that is kept: backward fills it while its first buckets are averaged.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, chain, islice, pairwise, zip_longest
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from polyrhythm.errors import PolicyError
 from polyrhythm.run.averaging.split_all_reduce import BucketMemory, FillingBuffer
 from polyrhythm.run.comm.forward_hooks import gradient_hooks
-from polyrhythm.run.comm.reduce_scatter import pinned_size
+from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, pinned_size
 from polyrhythm.run.coordinator.sessions import TensorShapes
 from polyrhythm.run.pipeline.loss import divide_by
 from polyrhythm.sync.fusion.layers import bucket_bounds
@@ -243,7 +243,8 @@ class GradientBuckets:
         assert self._memory is not None, "prepare() has made it"
         self.clear()
         self._num_missing = list(self._num_tensors)  # by bucket
-        self._filling = FillingBuffer(self._memory, self._receive)
+        sum_shard = None if self._copies is None else self._copies.sum
+        self._filling = FillingBuffer(self._memory, self._receive, sum_shard)
         return self._filling
 
     def clear(self) -> None:
@@ -254,11 +255,10 @@ class GradientBuckets:
 
     @property
     def pinned_bytes(self) -> Bytes:
-        """Size of the pinned memory, which is allocated once, as torch rounds it up."""
+        """Size of the pinned memory, which is kept between steps, as torch rounds it up."""
         if self._copies is None:
             return 0
-        each = self._copies.memory.pinned_bytes // 2  # two buffers of one size
-        return 2 * pinned_size(each) + pinned_size(self._copies.totals.nbytes)
+        return self._copies.memory.pinned_bytes + pinned_size(self._copies.totals.nbytes)
 
     def is_filled(self, index: int) -> bool:
         return index in self._filled
@@ -429,11 +429,12 @@ class GradientBuckets:
 
 
 class PinnedCopies:
-    """Copies of buckets between a flat buffer on a GPU and pinned memory.
+    """Copies of buckets between a flat buffer on a GPU and pinned memory, and sums on the GPU.
 
     A bucket is copied to the host behind the kernels that compute it, and its mean returns while
-    the next bucket is on its way: only the thread that sends a bucket waits for the GPU. The copies
-    in the two directions have separate streams.
+    the next bucket is on its way. The GPU sums this worker's shards: a core of the host takes
+    several times as long as the copies there and back. Training waits for neither, only the
+    averager's threads do. What is sent and what is received have separate streams.
     """
 
     def __init__(self, memory: BucketMemory, size: int, device: torch.device) -> None:
@@ -445,6 +446,7 @@ class PinnedCopies:
         self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._device, self.streams = device, set[torch.cuda.Stream]()  # that compute gradients
         self._copied: torch.cuda.Event | None = None
+        self._replaced: set[int] = set()  # buckets of `flat` that hold a mean
         for stream in (self._to_host, self._to_device):
             self.flat.record_stream(stream)  # after an error it may be freed without a wait
 
@@ -470,6 +472,7 @@ class PinnedCopies:
             self.totals[bucket].copy_(real.sum(dtype=torch.float32), non_blocking=True)
             copied.record()
         self._copied = copied
+        self._replaced.discard(bucket)
         return copied, self.totals[bucket]
 
     def wait(self) -> None:
@@ -477,10 +480,38 @@ class PinnedCopies:
         if self._copied is not None:
             self._copied.synchronize()
 
+    def sum(
+        self, bucket: int, shard: slice, addends: Mapping[int, Tensor], weights: Sequence[float]
+    ) -> None:
+        """Write the mean of this worker's shard into `memory.mean`; wait until it is there.
+
+        The bucket has been sent, so the GPU has its own addend, which `addends` lack. To the bits
+        of `weighted_sum`: products and sums are separate kernels, so that each is rounded.
+        """
+        into = self.memory.mean[shard]
+        if into.numel() == 0:
+            return
+        # An average that failed later may have replaced the bucket on the GPU.
+        own = (self.memory.flat if bucket in self._replaced else self.flat)[shard]
+        dtype = torch.float32 if into.dtype in HALF_PRECISION else into.dtype
+        has_equal_weights, done = len(set(weights)) == 1, torch.cuda.Event(blocking=True)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_device):
+            total: Tensor | None = None
+            for member, weight in enumerate(weights):
+                row = addends.get(member, own).to(self._device, non_blocking=True).to(dtype)
+                row = row if has_equal_weights else row * weight
+                total = row if total is None else total + row
+            assert total is not None, "this worker is a member"
+            mean = total * weights[0] if has_equal_weights else total
+            into.copy_(mean.to(into.dtype), non_blocking=True)
+            done.record()
+        done.synchronize()  # without the interpreter's lock; gloo sends from `into` next
+
     def receive(self, bucket: int) -> None:
         """Start to copy the mean of a bucket to the GPU."""
         part = self.memory.buckets[bucket]
         if part.start < len(self.flat):
+            self._replaced.add(bucket)
             # The averager's thread has another current device, and a stream's end would use it.
             with torch.cuda.device(self._device), torch.cuda.stream(self._to_device):
                 self.flat[part].copy_(self.memory.mean[part], non_blocking=True)

@@ -18,7 +18,7 @@ late for the agreement, or the only survivor, keeps its own numbers for the miss
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,10 +38,13 @@ from polyrhythm.run.averaging.exchange import (
     tag,
     weighted_sum,
 )
-from polyrhythm.run.comm.reduce_scatter import DirectExchange
+from polyrhythm.run.comm.reduce_scatter import DirectExchange, pinned_size
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.sync.repair import plan_transfers
 from polyrhythm.types import Bytes, Seconds
+
+# Writes the mean of one shard: its bucket, its numbers, the others' addends by member, all weights.
+SumShard = Callable[[int, slice, Mapping[int, Tensor], Sequence[float]], None]
 
 _MIN_TIMEOUT: Seconds = 15.0  # as the coordinator's heartbeat timeout
 # Between two survivors that notice a loss: one may first have to wait for a bucket.
@@ -53,7 +56,10 @@ _LONGEST_POLL: Seconds = 0.05
 
 @dataclass(slots=True)
 class BucketMemory:
-    """The buffers of a bucketed all-reduce, kept between steps; one average at a time uses them."""
+    """The buffers of a bucketed all-reduce, kept between steps; one average at a time uses them.
+
+    All are pinned if `flat` is.
+    """
 
     flat: Tensor  # the published numbers, which the mean never overwrites
     buckets: list[slice]
@@ -71,12 +77,19 @@ class BucketMemory:
     def received(self, num_rows: int, num: int) -> Tensor:
         """Return memory for `num` addends from each of `num_rows` workers."""
         if self._received.shape != (num_rows, num):
-            self._received = self.flat.new_empty(num_rows, num)
+            self._received = torch.empty(
+                (num_rows, num),
+                dtype=self.flat.dtype,
+                device="cpu",
+                pin_memory=self.flat.is_pinned(),
+            )
         return self._received
 
     @property
     def pinned_bytes(self) -> Bytes:
-        return sum(flat.nbytes for flat in (self.flat, self.mean) if flat.is_pinned())
+        """Size of the pinned memory, as torch rounds it up."""
+        buffers = (self.flat, self.mean, self._received) if self.flat.is_pinned() else ()
+        return sum(pinned_size(buffer.nbytes) for buffer in buffers)
 
 
 class FillingBuffer:
@@ -86,9 +99,17 @@ class FillingBuffer:
     another one is not finite: it is 0 or 1, and its mean is above 0 if any worker has set it.
     """
 
-    def __init__(self, memory: BucketMemory, on_mean: Callable[[int], None]) -> None:
-        """`on_mean` is called in the averager's thread with each bucket of the mean."""
-        self.memory, self.on_mean = memory, on_mean
+    def __init__(
+        self,
+        memory: BucketMemory,
+        on_mean: Callable[[int], None],
+        sum_shard: SumShard | None = None,
+    ) -> None:
+        """`on_mean` is called in the averager's thread with each bucket of the mean.
+
+        `sum_shard` sums this worker's shards there, of all buckets but the last; None: on the CPU.
+        """
+        self.memory, self.on_mean, self.sum_shard = memory, on_mean, sum_shard
         self.changed = threading.Condition()
         self.filled_at: Seconds = math.inf  # when the last bucket was filled
         self._filled: dict[int, tuple[torch.cuda.Event | None, Tensor | None]] = {}
@@ -234,16 +255,28 @@ class BucketedAllReduce:
     def _reduce(self, weights: Sequence[float]) -> None:
         """Sum and gather the buckets in order; a bucket is gathered while the next is summed."""
         posted = self._post_receives()
-        for bucket, (rows, addends, gathered) in enumerate(posted):
+        for bucket, (addends, scattered, gathered) in enumerate(posted):
             self._wait_until_sent(bucket)
-            addends.wait_until(self._deadline)
+            scattered.wait_until(self._deadline)
+            self._sum_shard(bucket, addends, weights)
             own = self._memory.mean[self._shards[bucket][self._index]]
-            weighted_sum(rows, weights, own)
             gather_tag = tag(MessageKind.ALL_GATHER, self._number, bucket)
             self._exchange.send(gathered, [own] * len(self._others), tag=gather_tag)
             if bucket > 0:
                 self._finish(bucket - 1, posted[bucket - 1][2])
         self._finish(len(posted) - 1, posted[-1][2])
+
+    def _sum_shard(
+        self, bucket: int, addends: Mapping[int, Tensor], weights: Sequence[float]
+    ) -> None:
+        """Write the mean of this worker's shard."""
+        shard, sum_shard = self._shards[bucket][self._index], self._buffer.sum_shard
+        if sum_shard is not None and bucket < len(self._shards) - 1:
+            sum_shard(bucket, shard, addends, weights)
+        else:
+            own = self._memory.flat[shard]
+            rows = [addends.get(member, own) for member in range(len(weights))]
+            weighted_sum(rows, weights, self._memory.mean[shard])
 
     def _finish(self, bucket: int, gathered: PostedMessages) -> None:
         gathered.wait_until(self._deadline)
@@ -258,23 +291,22 @@ class BucketedAllReduce:
         if self._error is not None:
             raise self._error
 
-    def _post_receives(self) -> list[tuple[list[Tensor], PostedMessages, PostedMessages]]:
-        """Post all receives; return per bucket the rows to sum, and the messages of both phases."""
-        flat, mean, others = self._memory.flat, self._memory.mean, self._exchange.others
+    def _post_receives(self) -> list[tuple[dict[int, Tensor], PostedMessages, PostedMessages]]:
+        """Post all receives; return per bucket the addends by member, and both phases' messages."""
+        mean, others = self._memory.mean, self._exchange.others
         own = [owned[self._index] for owned in self._shards]
         sizes = [shard.stop - shard.start for shard in own]
         received = self._memory.received(len(others), sum(sizes)).split(sizes, dim=1)
         posted = []
         for bucket, (owned, into) in enumerate(zip(self._shards, received, strict=True)):
-            addends, gathered = (PostedMessages(self._connections) for _ in range(2))
+            scattered, gathered = (PostedMessages(self._connections) for _ in range(2))
             scatter_tag, gather_tag = (
                 tag(kind, self._number, bucket)
                 for kind in (MessageKind.REDUCE_SCATTER, MessageKind.ALL_GATHER)
             )
-            self._exchange.receive(addends, into, tag=scatter_tag)
+            self._exchange.receive(scattered, into, tag=scatter_tag)
             self._exchange.receive(gathered, [mean[owned[i]] for i in others], tag=gather_tag)
-            by_member = {self._index: flat[own[bucket]], **dict(zip(others, into, strict=True))}
-            posted.append(([by_member[i] for i in sorted(by_member)], addends, gathered))
+            posted.append((dict(zip(others, into, strict=True)), scattered, gathered))
         return posted
 
     def _stops(self) -> bool:
