@@ -1,6 +1,7 @@
 """A profile as a user makes it: sizes are exact, times follow the work, bad models are rejected."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.describe.model import Layer, ModelProfile
-from polyrhythm.run.profile.profile import ProfiledModel, measure_layers
+from polyrhythm.run.profile.profile import (
+    ProfiledModel,
+    Timed,
+    measure_layers,
+    time_microbatch,
+    times_in_training,
+)
 from tests.gloo.commands import run_forked
 
 pytestmark = pytest.mark.timeout(100)
@@ -416,3 +423,111 @@ def test_layer_that_disables_gradients_does_not_affect_others() -> None:
         _, linear = measured(Frozen(), nn.Linear(6, 6), example=torch.ones(4, 6))
         assert torch.is_grad_enabled()
     assert linear.stored_bytes == 4 * 6 * 4
+
+
+class FailingBackward(nn.Module):
+    """Fails in the backward of a single sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x * 2
+        if len(x) == 1 and output.requires_grad:
+            output.register_hook(self.fail)
+        return output
+
+    def fail(self, gradient: Tensor) -> None:
+        raise RuntimeError("a single sample")
+
+
+def test_optional_size_is_skipped_if_a_backward_fails() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), FailingBackward())
+    profiled, warnings = ProfiledModel.of((model, torch.ones(4, 6)), source="test"), list[str]()
+    found = measure_layers(
+        profiled,
+        size=4,
+        other_sizes=[2, 1],
+        optional=[1],
+        repeat=1,
+        device=CPU,
+        warn=warnings.append,
+    )
+    assert [at.microbatch_size for at in found[0].sizes] == [2]
+    assert len(warnings) == 1
+    assert "its backward with micro-batches of 1" in warnings[0]
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Log:
+    """What the layers of a model did, in order, and their outputs."""
+
+    def __init__(self) -> None:
+        self.actions: list[str] = []
+        self.inputs: list[float] = []
+        self.gradients: dict[str, list[Tensor]] = {}
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.num_kept: list[int] = []  # outputs, in each backward
+
+    def count_kept(self) -> int:
+        return sum(output() is not None for output in self.outputs)
+
+
+class Logged(nn.Module):
+    """Writes into its input, and stores its output for its backward."""
+
+    def __init__(self, name: str, log: Log) -> None:
+        super().__init__()
+        self.name, self.log = name, log
+        self.weight = nn.Parameter(torch.full((6,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.actions.append(f"F{self.name}")
+        if self.name == "0":
+            self.log.inputs.append(x[0, 0].item())
+        output = (x.add_(1) * self.weight).exp()
+        output.register_hook(self.log_backward)
+        self.log.outputs.append(weakref.ref(output))
+        return output
+
+    def log_backward(self, gradient: Tensor) -> None:
+        self.log.actions.append(f"B{self.name}")
+        self.log.gradients.setdefault(self.name, []).append(gradient.clone())
+        self.log.num_kept.append(self.log.count_kept())
+
+
+def test_microbatch_is_timed_as_forwards_and_backwards_of_all_layers() -> None:
+    log = Log()
+    example = torch.ones(4, 6)
+    layers = [Logged(str(index), log) for index in range(3)]
+    profiled = ProfiledModel.of((layers, example), source="test")
+    assert time_microbatch(profiled, 4, CPU, num_runs=2) > 0
+    assert log.actions == ["F0", "F1", "F2", "B2", "B1", "B0"] * 3, "one warm-up and two runs"
+    assert log.inputs == [1.0] * 3
+    assert torch.equal(example, torch.ones(4, 6))
+    for first, *others in log.gradients.values():
+        assert first.std() > 0
+        assert all(torch.equal(first, other) for other in others), "drawn in the warm-up"
+    assert log.num_kept == [3, 2, 1] * 3
+    assert log.count_kept() == 0
+
+
+def test_microbatch_of_containers_and_layers_without_gradients_is_timed() -> None:
+    example = (torch.ones(4, 6), torch.ones(4, 6), 2.0)
+    profiled = ProfiledModel.of(([Pair(), Join()], example), source="test")
+    assert time_microbatch(profiled, 2, CPU) > 0
+
+
+@pytest.mark.parametrize(
+    ("times", "whole", "expected"),
+    [
+        ([(4.0, 1.0), (2.0, 1.0)], 12.0, [8.0, 4.0]),  # the device is the bottleneck
+        ([(1.0, 3.0), (1.0, 6.0)], 6.0, [2.0, 4.0]),  # the host is
+        ([(4.0, 1.0), (1.0, 3.0)], 14.0, [8.0, 6.0]),  # each one in one of them
+        ([(0.0, 0.0), (0.0, 0.0)], 2.0, [1.0, 1.0]),
+        ([(2.0, 2.0), (3.0, 3.0)], None, [2.0, 3.0]),  # on a CPU both are the same
+    ],
+)
+def test_layers_share_the_time_of_the_model_by_their_bottlenecks(
+    times: list[tuple[float, float]], whole: float | None, expected: list[float]
+) -> None:
+    found = times_in_training([Timed(*each) for each in times], whole)
+    assert found == pytest.approx(expected)
+    assert whole is None or sum(found) == pytest.approx(whole)

@@ -1,9 +1,12 @@
 """Profile a model on a device of this machine: time and memory of every layer.
 
 Each layer is timed separately, forward and backward, on the previous layer's output; all are in
-training mode. On a GPU it runs twice in a row, and the second run is timed by events: as in
-training, the host then launches kernels while earlier ones still run. Memory comes first, for all
-sizes: a size at which a layer fails costs no timing.
+training mode. On a GPU it runs twice in a row. The first run tells how long the host takes to
+launch its kernels. The second is timed by events, behind a kernel that holds the GPU until all
+others are launched: as in training, where the host is ahead. These times do not add up to that of
+the model: under load the clocks of a GPU fall, and the host launches a layer alone more slowly. So
+the whole model is timed, too, and the layers share its time (`times_in_training`). Memory comes
+first, for all sizes: a size at which a layer fails costs no timing.
 """
 
 import itertools
@@ -91,6 +94,10 @@ def recomputing_layers(
 
 
 _LISTS = (nn.Sequential, nn.ModuleList)
+_HELD = 2.0  # how long the GPU is held, of the time to launch a run
+_LONGEST_HOLD: Seconds = 0.25  # a first run that compiles takes minutes
+_MOST_CYCLES = 3e9  # of a GPU in a second
+_Gradients = dict[tuple[object, ...], Tensor]  # by the shape, strides, dtype and device of outputs
 
 
 class _LayerMemory(NamedTuple):
@@ -378,22 +385,29 @@ def measure_layers(
 
     An `optional` size at which a layer fails is skipped with a warning.
     """
+
+    @contextmanager
+    def skip_if_optional(size: int) -> Iterator[None]:
+        try:
+            yield
+        except DescriptionError as error:
+            if size not in optional:
+                raise
+            warn(f"skipped micro-batches of {size}: {error.wrong}")
+
     with torch.enable_grad(), model.train_mode():
         memory: dict[int, list[_LayerMemory]] = {}
         for each in (size, *other_sizes):
             on_progress(f"micro-batches of {each}: memory")
-            try:
-                memory[each] = _layer_memory(model, each)
+            with skip_if_optional(each):
+                own = _layer_memory(model, each)
                 if device.type == "cuda":
-                    memory[each] = _with_temporary(model, each, memory[each], device)
-            except DescriptionError as error:
-                if each not in optional:
-                    raise
-                warn(f"skipped micro-batches of {each}: {error.wrong}")
-        found = {
-            each: _at_size(model, each, memory[each], repeat, device, on_progress)
-            for each in memory
-        }
+                    own = _with_temporary(model, each, own, device)
+                memory[each] = own
+        found: dict[int, list[tuple[AtSize, float, float]]] = {}
+        for each, own in memory.items():
+            with skip_if_optional(each):  # a backward may fail, or all gradients not fit
+                found[each] = _at_size(model, each, own, repeat, device, on_progress)
     measured = found.pop(size)
     return tuple(
         Layer(
@@ -426,32 +440,78 @@ def _at_size(
 ) -> list[tuple[AtSize, float, float]]:
     """Return the figures of each layer, and the spreads of its forward and backward times."""
     # Sweeps over all layers: a slow moment affects one sample of each layer, not all of one.
-    sweeps: list[list[tuple[Seconds, Seconds]]] = []
-    for number in range(repeat + 1):  # the first one warms up
-        on_progress(f"micro-batches of {size}: run {number} of {repeat}")
-        sweeps.append(list(_sweep(model.layers, model.resized_example(size), size, device)))
-    for layer in model.layers.values():
-        layer.zero_grad()
+    sweeps: list[list[tuple[Timed, Timed]]] = []
+    whole = None
+    try:
+        for number in range(repeat + 1):  # the first one warms up
+            on_progress(f"micro-batches of {size}: run {number} of {repeat}")
+            sweeps.append(list(_sweep(model.layers, model.resized_example(size), size, device)))
+        if device.type == "cuda":
+            on_progress(f"micro-batches of {size}: the whole model")
+            # The gradients of weights exist, as from the second micro-batch of a step on.
+            whole = time_microbatch(model, size, device)
+    finally:
+        for layer in model.layers.values():
+            layer.zero_grad()
+    samples = [
+        _Samples.of(runs)
+        for per_layer in zip(*sweeps[1:], strict=True)
+        for runs in zip(*per_layer, strict=True)
+    ]
+    times = times_in_training([Timed(each.device.median, each.host) for each in samples], whole)
     found = []
-    per_layer = zip(*sweeps[1:], strict=True)
-    for own, times in zip(memory, per_layer, strict=True):
-        forward, backward = map(Sample.of, zip(*times, strict=True))
+    for number, own in enumerate(memory):
+        forward, backward = 2 * number, 2 * number + 1
         at = AtSize(
             microbatch_size=size,
-            forward=forward.median,
-            backward=backward.median,
+            forward=times[forward],
+            backward=times[backward],
             activation_bytes=own.output,
             stored_bytes=own.stored,
             recompute_bytes=own.recompute,
             temporary_bytes=own.temporary,
         )
-        found.append((at, forward.spread, backward.spread))
+        found.append((at, samples[forward].device.spread, samples[backward].device.spread))
     return found
+
+
+class Timed(NamedTuple):
+    """A run of a layer: its time on the device, and the host's time to launch it."""
+
+    device: Seconds
+    host: Seconds
+
+
+def times_in_training(times: Sequence[Timed], whole: Seconds | None) -> list[Seconds]:
+    """Return the time of each forward and backward as a part of that of the whole model.
+
+    Each is bound by the device or by the host, and takes that share of `whole`. None: on a CPU,
+    whose times are already those of training.
+    """
+    if whole is None:
+        return [each.device for each in times]
+    bounds = [max(each) for each in times]
+    total = sum(bounds)
+    if not total:
+        return [whole / len(times) for _ in times]
+    return [whole * bound / total for bound in bounds]
+
+
+class _Samples(NamedTuple):
+    """All runs of a layer's forward, or of its backward."""
+
+    device: Sample
+    host: Seconds  # the median
+
+    @classmethod
+    def of(cls, runs: Sequence[Timed]) -> "_Samples":
+        device, host = zip(*runs, strict=True)
+        return cls(Sample.of(device), Sample.of(host).median)
 
 
 def _sweep(
     layers: dict[str, nn.Module], arguments: tuple[Any, ...], size: int, device: torch.device
-) -> Iterator[tuple[Seconds, Seconds]]:
+) -> Iterator[tuple[Timed, Timed]]:
     """Yield the forward and backward times of each layer."""
     num_runs = 2 if device.type == "cuda" else 1
     for name, layer in layers.items():
@@ -474,22 +534,85 @@ def _sweep(
         yield forward, backward
 
 
-def _timed_runs(
-    runs: Sequence[Callable[[], Any]], device: torch.device
-) -> tuple[list[Any], Seconds]:
+def _timed_runs(runs: Sequence[Callable[[], Any]], device: torch.device) -> tuple[list[Any], Timed]:
     """Return the results of all runs, one after another, and the time of the last."""
     finish(device)
+    start = time.perf_counter()
     results = [run() for run in runs[:-1]]
     if device.type != "cuda":
         start = time.perf_counter()
         results.append(runs[-1]())
-        return results, time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        return results, Timed(elapsed, elapsed)
+    host = (time.perf_counter() - start) / len(results)
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record(torch.cuda.current_stream(device))  # another GPU may be the current device
-    results.append(runs[-1]())
-    after.record(torch.cuda.current_stream(device))
+    with torch.cuda.device(device):  # another GPU may be the current device
+        torch.cuda._sleep(int(min(_HELD * host, _LONGEST_HOLD) * _MOST_CYCLES))
+        before.record()
+        start = time.perf_counter()
+        results.append(runs[-1]())
+        # The first run is slow after the wait above, this one if the queue of kernels is full.
+        host = min(host, time.perf_counter() - start)
+        after.record()
     finish(device)
-    return results, before.elapsed_time(after) / 1e3
+    return results, Timed(before.elapsed_time(after) / 1e3, host)
+
+
+def time_microbatch(
+    model: ProfiledModel, size: int, device: torch.device, *, num_runs: int = 8
+) -> Seconds:
+    """Return the time of a forward and a backward of all layers, in steady state.
+
+    Nothing waits for the device between the runs: as in training, the host is ahead if it can.
+    """
+    # A run has its own example: a layer may write in place.
+    examples = [model.resized_example(size) for _ in range(1 + num_runs)]
+    gradients: _Gradients = {}
+    _run_all_layers(model.layers, examples.pop(), size, device, gradients)  # warms up
+    finish(device)
+    start = time.perf_counter()
+    while examples:
+        _run_all_layers(model.layers, examples.pop(), size, device, gradients)
+    finish(device)
+    return (time.perf_counter() - start) / num_runs
+
+
+def _run_all_layers(
+    layers: dict[str, nn.Module],
+    arguments: tuple[Any, ...],
+    size: int,
+    device: torch.device,
+    gradients: _Gradients,
+) -> None:
+    """Run the forwards of all layers, then their backwards in reverse order.
+
+    `gradients` are those of outputs; missing ones are drawn and added.
+    """
+    kept: list[tuple[str, list[Tensor]]] = []
+    value = None
+    for name, layer in layers.items():
+        with _describe_layer_errors(name, "forward", size):
+            if kept:
+                arguments = (pytree.tree_map_only(Tensor, _detached_copy, value),)
+            value = layer(*arguments)
+        outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
+        kept.append((name, outputs))
+    del value, arguments
+    with _no_autocast(device):
+        while kept:
+            name, outputs = kept.pop()  # frees those whose backward is launched
+            with _describe_layer_errors(name, "backward", size):
+                if outputs:
+                    own = [_gradient_of(output, gradients) for output in outputs]
+                    torch.autograd.backward(outputs, own)
+
+
+def _gradient_of(output: Tensor, gradients: _Gradients) -> Tensor:
+    """Return the gradient for outputs of this kind; outputs share it to save memory."""
+    kind = (output.shape, output.stride(), output.dtype, output.device)
+    if kind not in gradients:
+        gradients[kind] = _random_like(output)
+    return gradients[kind]
 
 
 def _random_like(output: Tensor) -> Tensor:
