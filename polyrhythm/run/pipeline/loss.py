@@ -148,7 +148,10 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor | float:
             numbers = [norm.item() for norm in norms]
             squares += sum([number * number for number in numbers])  # ** raises if too large
         else:
-            squares += torch.stack(norms).double().square().sum()
+            norm = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
+            # To add to a number is an operation of the GPU, too, and to look at a tensor a wait.
+            is_first = isinstance(squares, float) and squares == 0.0
+            squares = norm.square() if is_first else squares + norm.square()
     return squares
 
 
@@ -298,7 +301,8 @@ class LossFunction:
         labels = _integer_labels(target)
         if labels is None:
             return _SAMPLES, float(num_samples)
-        number = float((labels != self._ignore_index).sum())  # 0 must be known: see `objective`
+        # 0 must be known: see `objective`.
+        number = float(torch.count_nonzero(labels != self._ignore_index))
         if number:
             self._check_proportional(
                 lambda: [number / num_samples],
