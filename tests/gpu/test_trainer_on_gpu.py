@@ -5,6 +5,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,22 @@ def model() -> nn.Sequential:
     return nn.Sequential(*pairs, nn.Linear(WIDTH, 4))
 
 
+def compiled() -> nn.Sequential:
+    warnings.simplefilter("ignore")  # pytest turns those of torch's compiler into errors
+    built = model()
+    for layer in built:
+        if isinstance(layer, nn.Linear):
+            layer.compile()
+    return built
+
+
 def losses(
-    folder: Path, num_stages: int, num_pipelines: int, sync: str, backend: str = "auto"
+    folder: Path,
+    num_stages: int,
+    num_pipelines: int,
+    sync: str,
+    backend: str = "auto",
+    build: Callable[[], nn.Sequential] = model,
 ) -> list[float]:
     """Return the loss of each global batch; the test's own process does not touch the GPU."""
     plan = Plan(layers_per_stage=LAYERS[num_stages], pipelines=(PipelinePlan(),) * num_pipelines)
@@ -49,7 +64,7 @@ def losses(
             "NCCL_IB_DISABLE": "1",
         }
         with Trainer(
-            model,
+            build,
             mse_loss,
             partial(torch.optim.AdamW, lr=1e-3),
             TensorDataset(inputs, inputs[:, :4].tanh()),
@@ -101,6 +116,40 @@ def test_stages_and_replicas_on_one_gpu_match_single_process(
     assert len(expected) == NUM_STEPS
     actual = losses(tmp_path / "found", num_stages, num_pipelines, sync, backend)
     assert actual == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+def test_compiled_layers_train_alike_on_two_replicas(tmp_path: Path, sync: str) -> None:
+    """Hooks wait for weights before each layer, and take gradients of compiled backwards."""
+    expected = losses(tmp_path / "alone", 1, 1, "auto")
+    actual = losses(tmp_path / "found", 1, 2, sync, build=compiled)
+    assert actual == pytest.approx(expected, rel=1e-4)
+
+
+# Not pytest.importorskip: torchao's import uses the GPU, and this process forks.
+@pytest.mark.skipif(find_spec("torchao") is None, reason="float8 needs torchao, which is optional")
+@pytest.mark.timeout(120)
+def test_float8_trains_about_as_bfloat16(tmp_path: Path) -> None:
+    """Micro-batches of 4 rows, which the products of weight gradients pad to 16."""
+    inputs = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def train(float8: bool) -> list[float]:
+        with Trainer(
+            model,
+            mse_loss,
+            partial(torch.optim.AdamW, lr=1e-3),
+            TensorDataset(inputs, inputs[:, :4].tanh()),
+            batch_size=32,
+            microbatch_size=4,
+            device=DeviceConfig("cuda", autocast=torch.bfloat16, float8=float8),
+        ) as trainer:
+            return list(trainer.fit(max_steps=NUM_STEPS, progress=False).losses)
+
+    found = run_single_process(lambda: train(True), tmp_path)
+    expected = run_single_process(lambda: train(False), tmp_path)
+    assert found == pytest.approx(expected, rel=0.05)
+    assert found != expected
 
 
 def large_loss(output: Tensor, target: Tensor) -> Tensor:

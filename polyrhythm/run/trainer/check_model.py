@@ -211,7 +211,8 @@ def _example(
 def use_float8(module: nn.Module, device: torch.device) -> None:
     """Let linear layers multiply in float8, if their sizes are multiples of 16, as GPUs need it.
 
-    Parameters and their names stay as they are. On a CPU the products are emulated.
+    Parameters and their names stay as they are. Numbers of tokens that are no multiples are padded
+    for the products. On a CPU these are emulated.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -227,5 +228,5 @@ def use_float8(module: nn.Module, device: torch.device) -> None:
             return False
         return layer.in_features % 16 == layer.out_features % 16 == 0
 
-    config = Float8LinearConfig(emulate=device.type == "cpu")
+    config = Float8LinearConfig(emulate=device.type == "cpu", pad_inner_dim=True)
     convert_to_float8_training(module, config=config, module_filter_fn=fits)
