@@ -36,7 +36,7 @@ def measure(size: Size, *, quick: bool) -> dict[str, float]:
         _ours(size, ctx, timer, num_steps)
 
     sides: dict[str, Side] = {"torch": torchs, "ours": ours}
-    block, num_rounds = (2, 1) if quick else (4, 4)
+    block, num_rounds = (2, 1) if quick else (4, 3)
     rounds = alternate(sides, num_ranks=2, block=block, num_rounds=num_rounds, warm_up=block)
     difference = loss_difference(rounds.losses["torch"], rounds.losses["ours"])
     check_equal("nccl_pipeline", difference)
@@ -109,7 +109,9 @@ def _ours(size: Size, ctx: DistContext, timer: BlockTimer, num_steps: int) -> No
 
 
 def _train(module: nn.Module, step: Step, timer: BlockTimer, num_steps: int) -> None:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True)
+    # Not Adam: its first steps move each weight by the rate, whatever the size of its gradient, so
+    # that rounding in attention's backward, which adds in no fixed order, changes the next losses.
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, fused=True)
     for _ in range(num_steps):
         timer()
         losses = list[torch.Tensor]()

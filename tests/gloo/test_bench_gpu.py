@@ -63,11 +63,12 @@ def test_prediction_of_two_stages_counts_microbatches_in_flight() -> None:
         for number in range(4)
     )
     profile = ModelProfile(name="four", microbatch_size=4, layers=layers)
-    uses = predicted(profile, 2, "bounded:4,2").uses
+    uses = predicted(profile, 4 * NUM_MICROBATCHES, 2, "bounded:4,2").uses
     assert [use.in_flight for use in uses] == [4, 2]
     assert [use.memory for use in uses] == [8100, 4100]
     assert [use.busy for use in uses] == [6.0 * NUM_MICROBATCHES] * 2
-    assert predicted(profile, 1, "1f1b").time.total == pytest.approx(12.0 * NUM_MICROBATCHES)
+    whole = predicted(profile, 4 * NUM_MICROBATCHES, 1, "1f1b")
+    assert whole.time.total == pytest.approx(12.0 * NUM_MICROBATCHES)
 
 
 def test_part_that_fails_reports_its_traceback() -> None:
