@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from polyrhythm.run.probe import probe as probing
 from polyrhythm.run.probe.link import PeerChannel, as_source, as_target
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, probe
 from polyrhythm.run.trainer.rank_assignment import Gpu, choose_sites, describe_sites
-from tests.gloo.commands import run_forked
+from tests.gloo.commands import ForkedCommand, run_forked
 from tests.grids import long_except
 
 pytestmark = pytest.mark.timeout(100)
@@ -332,13 +331,15 @@ def test_only_rank_0_needs_the_output_folder(tmp_path: Path) -> None:
     (folders[0] / "found").mkdir(parents=True)
     folders[1].mkdir()
 
-    def command(rank: int) -> subprocess.CompletedProcess[str]:
+    def command(rank: int) -> ForkedCommand:
         env = {**ctx, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        return run_forked("probe", "-o", "found/cluster.toml", *QUICK, cwd=folders[rank], env=env)
+        arguments = "probe", "-o", "found/cluster.toml", *QUICK
+        return ForkedCommand(*arguments, cwd=folders[rank], env=env)
 
-    with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(command, range(2)))
-    assert [each.returncode for each in done] == [0, 0], done[1].stderr
+    # Forked by one thread: a fork inherits the locks that another thread holds.
+    with command(0) as first, command(1) as second:
+        statuses = [each.child.wait(90) for each in (first, second)]
+        assert statuses == [0, 0], first.stderr + second.stderr
     assert (folders[0] / "found" / "cluster.toml").exists()
 
 
