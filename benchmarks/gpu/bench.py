@@ -58,7 +58,7 @@ def _part(expected: Seconds, measure: Callable[..., dict[str, float]]) -> Part:
     return Part(measure, expected, 60.0 + 2 * expected)
 
 
-_PARTS = {  # 448 s in all
+_PARTS = {  # 457 s in all
     "plain_350m": _part(52, partial(single.measure, "plain_350m", GPT_350M)),
     "plain_350m_compiled": _part(
         46, partial(single.measure, "plain_350m_compiled", GPT_350M, compiled=True, num_rounds=2)
@@ -73,9 +73,9 @@ _PARTS = {  # 448 s in all
     "host_syncs": _part(13, partial(syncs.measure, GPT_350M)),
     "hook_us": _part(8, averaging.measure_hooks),
     "step1_peak": _part(6, partial(averaging.measure_first_step, GPT_125M)),
-    "predict_125m": _part(18, partial(predictions.measure, "125m", GPT_125M)),
-    "predict_350m": _part(22, partial(predictions.measure, "350m", GPT_350M)),
-    "predict_1300m": _part(32, partial(predictions.measure, "1300m", GPT_1300M)),
+    "predict_125m": _part(20, partial(predictions.measure, "125m", GPT_125M)),
+    "predict_350m": _part(25, partial(predictions.measure, "350m", GPT_350M)),
+    "predict_1300m": _part(36, partial(predictions.measure, "1300m", GPT_1300M)),
 }
 _WORST = {"memory_error": "memory_ratio_", "profile_error": "profile_ratio_"}
 _NUM_RATIOS = 4  # of each kind in a part that predicts

@@ -157,7 +157,7 @@ def _stage_times(size: Size, batch: int, quick: bool) -> dict[str, float]:
         "stage1": (second, "1f1b", hidden, target, loss_fn),
     }
     times: dict[str, list[Seconds]] = {name: [] for name in cases}
-    num_steps = 2
+    num_steps = 3
     for _ in range(1 if quick else 2):
         for name, (module, schedule, x, y, loss) in cases.items():
             with pr.Pipeline(
