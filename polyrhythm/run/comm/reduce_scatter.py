@@ -236,9 +236,9 @@ class _GroupMessages:
             for peer, work in self._works:
                 with peer_errors(f"rank {peer}", "averaging"):
                     work.wait(self._timeout)
-        except PeerError:
-            if self._num_sockets > 1:  # a timeout closes those of one device only
-                abort(self._group)
+        except PeerError as error:
+            if self._num_sockets > 1 and "imed out" in error.cause:
+                abort(self._group)  # the timeout has closed the sockets of one device only
             raise
 
 
