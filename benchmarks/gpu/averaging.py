@@ -35,7 +35,7 @@ from polyrhythm.types import Bytes, Seconds
 
 _BUCKET_MB = 25
 _OVERLAP_BUCKET_MB, _OVERLAP_LAYERS = 50, 14
-_BATCHES = (48, 60, 72)  # sequences of a rank; two ranks with 72 take 125 GB
+_BATCHES = (48, 60, 72)  # sequences of a rank; two ranks with 72 need an estimated 125 GB
 _LONGER = 1.75  # compute, than the transfer
 
 

@@ -9,8 +9,8 @@ predicts, for 8 micro-batches in a step,
   half as a stage of its own, with its inputs at hand. Two stages at once would share the GPU, which
   no plan means. The optimizer's step is not predicted and not measured.
 
-Micro-batches are as large as keeps the GPU busy: the host needs 16 ms to launch one of the 125M
-model and 30 ms of the 350M model, and that time differs by 40 % from minute to minute.
+Micro-batches are as large as keeps the GPU busy. With 4 sequences the host that launches kernels is
+slower than the GPU: one lease took 262 to 386 ms for the same step of the 350M model.
 """
 
 import gc
