@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, OneCycleLR, SequentialLR
 
+from polyrhythm.run.checkpoint import state as checkpoint_state
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.encoding import (
     TensorReader,
     decode_state,
     encode_state,
+    in_file_order,
+    joined,
     write_tensors,
 )
 from polyrhythm.run.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, to_text
-from polyrhythm.run.checkpoint.state import restore
+from polyrhythm.run.checkpoint.state import Staging, restore
 from polyrhythm.run.comm.launch import DistContext
 from tests.gloo.checkpoint_models import sequential_model, sequential_stage, train
 from tests.gloo.pipelines import assert_equal, run_stages
@@ -86,6 +89,51 @@ def test_tensors_of_all_dtypes_survive_in_files_and_in_encoded_state(tmp_path: P
     for name, value in tensors.items():
         for found in (reader.read(name), others[name], decoded[name]):
             assert_same(found, value)
+
+
+def test_staged_copies_follow_each_other_as_in_the_file() -> None:
+    """So a few calls write them, and training seldom waits for the interpreter lock."""
+    first, memory = tensors_of_all_dtypes(), Staging()
+    for tensors in (
+        first,
+        first,
+        {**first, "torch.bool": torch.ones(3, dtype=torch.bool)},
+    ):  # the last has another shape
+        copies = memory.copy_to_host(tensors).wait()
+        assert list(copies) == [name for name, _ in in_file_order(tensors)]
+        for name, value in tensors.items():
+            assert_same(copies[name], value)
+        assert len(list(joined(copies.values()))) == len(DTYPES)
+
+
+@pytest.mark.parametrize("num_unread", [0, 1])
+def test_tensors_are_joined_only_if_they_follow_each_other(num_unread: int) -> None:
+    memory = torch.arange(12.0)
+    gap, other = memory[num_unread:], torch.arange(2.0)
+    sign = torch.imag(torch.tensor([1 + 2j]).conj())  # a view that negates when it is read
+    tensors = [
+        gap[:2],
+        gap[2:2],
+        gap[2:6].view(2, 2),
+        gap[5:7],
+        other,
+        memory[2:4],
+        gap[:4:2],
+        sign,
+    ]
+    found = list(joined(tensors))
+    assert torch.equal(torch.cat(found), torch.cat([each.flatten() for each in tensors]))
+    assert [each.numel() for each in found] == [6, 2, 2, 2, 2, 1]
+    assert list(joined([])) == list(joined([gap[:0]])) == []
+
+
+def test_large_copies_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_state, "_BLOCK_SIZE", 64)
+    tensors = {str(size): torch.rand(size) for size in (4, 12, 1, 40, 0, 15)}
+    copies = Staging().copy_to_host(tensors).wait()
+    assert [each.numel() for each in joined(copies.values())] == [16, 1, 40, 15]
+    for name, value in tensors.items():
+        assert torch.equal(copies[name], value)
 
 
 def test_states_of_random_generators_survive() -> None:

@@ -128,6 +128,7 @@ def test_compiled_layers_train_alike_on_two_replicas(tmp_path: Path, sync: str) 
 
 
 # Not pytest.importorskip: torchao's import uses the GPU, and this process forks.
+@pytest.mark.filterwarnings("ignore:torch.get_autocast_gpu_dtype:DeprecationWarning")  # torchao's
 @pytest.mark.skipif(find_spec("torchao") is None, reason="float8 needs torchao, which is optional")
 @pytest.mark.timeout(120)
 def test_float8_trains_about_as_bfloat16(tmp_path: Path) -> None:

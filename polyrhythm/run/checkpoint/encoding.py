@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,11 +234,41 @@ def tensor_problem(value: Any) -> str | None:
     return None
 
 
+def in_file_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the tensors by name, the largest types first, so that each is aligned."""
+    return sorted(tensors.items(), key=lambda each: -each[1].element_size())
+
+
+def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield flat tensors in CPU memory: those of one type that follow each other there are one."""
+    run = list[Tensor]()
+    next_address = 0
+    for tensor in tensors:
+        value = tensor.detach() if tensor.requires_grad else tensor
+        if value.is_complex() or value.is_neg() or not (value.is_cpu and value.is_contiguous()):
+            value = value.cpu().resolve_conj().resolve_neg().contiguous()
+        follows = bool(run) and value.data_ptr() == next_address and value.dtype == run[0].dtype
+        if follows and value.untyped_storage().data_ptr() == run[0].untyped_storage().data_ptr():
+            run.append(value)
+        elif value.numel():
+            if run:
+                yield _flat(run)
+            run = [value]
+        next_address = value.data_ptr() + value.nbytes if value.numel() else next_address
+    if run:
+        yield _flat(run)
+
+
+def _flat(run: list[Tensor]) -> Tensor:
+    """Return tensors that follow each other in memory as one."""
+    first, size = run[0], sum(tensor.numel() for tensor in run)
+    return first.reshape(-1) if len(run) == 1 else first.as_strided((size,), (1,))
+
+
 def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the parts of a safetensors file: a header, and the bytes of each tensor."""
     header: dict[str, Any] = {"__metadata__": _METADATA}
-    # The largest types first, so that each tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda each: -each[1].element_size())
+    ordered = in_file_order(tensors)
     end = 0
     for name, value in ordered:
         if (problem := tensor_problem(value)) is not None:
@@ -253,14 +283,5 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     yield len(text).to_bytes(8, "little") + text
-    for _, value in ordered:
-        yield (
-            value.cpu()
-            .resolve_conj()
-            .resolve_neg()
-            .contiguous()
-            .reshape(-1)
-            .view(torch.uint8)
-            .numpy()
-            .data
-        )
+    for memory in joined(value for _, value in ordered):
+        yield memory.view(torch.uint8).numpy().data

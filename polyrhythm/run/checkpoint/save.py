@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from polyrhythm.errors import PeerError
-from polyrhythm.run.checkpoint.encoding import Tensors, write_tensors
+from polyrhythm.run.checkpoint.encoding import Tensors, joined, write_tensors
 from polyrhythm.run.checkpoint.folder import (
     complete,
     next_serial,
@@ -190,31 +190,27 @@ def _write(snapshot: StageSnapshot, context: SaveContext) -> _Report:
         if snapshot.optimizer_state_fn is not None:
             state, optimizer = snapshot.optimizer_state_fn()
             tensors = tensors | state
-        is_finite = all(_is_finite(copies.get(name)) for name in snapshot.trained)
+        trained = (value for name, value in copies.items() if name in snapshot.trained)
+        is_finite = all(map(_is_finite, joined(trained)))
         return StagePart(write_tensors(path, tensors), snapshot.model, optimizer, is_finite)
     except Exception as error:
         return f"stage {context.stage}: {summarize_error(error)}"
 
 
-def _is_finite(tensor: Tensor | None) -> bool:
-    """Check a copy in CPU memory; without more threads, and seldom with the interpreter's lock.
+def _is_finite(flat: Tensor) -> bool:
+    """Check copies in CPU memory; without more threads, and seldom with the interpreter's lock.
 
-    Training needs both: numpy sums a whole tensor in one call that releases the lock, and a finite
+    Training needs both: numpy reads all of them in one call that releases the lock, and a finite
     sum is enough. torch would start threads of its own for more than a small part; numpy has no
     bfloat16.
     """
-    if (
-        tensor is None
-        or tensor.dtype == torch.float4_e2m1fn_x2
-        or not (tensor.is_floating_point() or tensor.is_complex())
-    ):
-        return True  # another stage saves it, or its type has no such value
-    flat = tensor.flatten()
-    if tensor.dtype in _NUMPY_SUMS:
+    if flat.dtype == torch.float4_e2m1fn_x2 or not (flat.is_floating_point() or flat.is_complex()):
+        return True  # its type has no such value
+    if flat.dtype in _NUMPY_SUMS:
         with np.errstate(all="ignore"):
-            if np.isfinite(flat.resolve_conj().numpy().sum()):
+            if np.isfinite(flat.numpy().sum()):
                 return True
-    is_float8 = tensor.dtype.itemsize == 1  # of which torch cannot tell
+    is_float8 = flat.dtype.itemsize == 1  # of which torch cannot tell
     parts = flat.split(_PART_SIZE)
     return all(bool((p.float() if is_float8 else p).isfinite().all()) for p in parts)
 

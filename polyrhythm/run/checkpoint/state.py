@@ -6,7 +6,7 @@ several names has its first one; if several stages hold it, the first of them sa
 writes from copies in CPU memory.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from polyrhythm.run.checkpoint.encoding import (
     TensorReader,
     Tensors,
+    in_file_order,
     join_tensors,
     split_tensors,
     tensor_problem,
@@ -38,10 +39,12 @@ from polyrhythm.run.checkpoint.manifest import (
     read_manifest,
 )
 from polyrhythm.run.pipeline.partition import TiedParameter
+from polyrhythm.types import Bytes
 
 MODEL_KEY = "model.{}".format  # names a tensor in the files
 OPTIMIZER_KEY = "optimizer.{}.{}".format  # of a parameter, and a key of its state
 _COMPILED = "_orig_mod."  # in the names of modules that torch.compile wraps
+_BLOCK_SIZE: Bytes = 1 << 26  # a power of 2, to which torch rounds pinned memory
 _NO_OPTIONS = ("params", "param_names")
 # How an optimizer computes, not what: those of the restoring script count, not the saved ones.
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
@@ -236,14 +239,17 @@ def _read_copy(reader: TensorReader, name: str, key: str) -> Tensor:
 
 
 class Staging:
-    """Copies of a stage's tensors in CPU memory, which training does not change during the write.
+    """Memory for the copies, which training does not change during the write.
 
-    The memory is reused from save to save: allocating it takes longer than the copy. For a GPU it
-    is pinned, so that copies run at the speed of the bus, on a stream of their own.
+    It is reused from save to save: allocating it takes longer than the copy. Tensors follow each
+    other in it as in the file, so that a few calls write them: each call leaves the interpreter
+    lock and takes it again, for which a training thread may have to wait. For a GPU it is pinned,
+    so that copies run at the speed of the bus, on a stream of their own.
     """
 
     def __init__(self) -> None:
         self._copies: Tensors = {}
+        self._layout: list[tuple[str, torch.Size, torch.dtype, bool]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy_to_host(self, tensors: Tensors, kept: Collection[str] = ()) -> "StagedCopies":
@@ -252,15 +258,14 @@ class Staging:
         Work that the current streams get later waits for the copies, except for those of `kept`:
         the caller changes these only after `StagedCopies.wait_on_device`.
         """
-        earlier, self._copies = self._copies, {}
-        for name, value in tensors.items():
-            copy = earlier.get(name)
-            if copy is None or (copy.shape, copy.dtype) != (value.shape, value.dtype):
-                copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            self._copies[name] = copy
-        copied = self._start_copies({k: v for k, v in tensors.items() if k not in kept})
+        ordered = dict(in_file_order(tensors))
+        layout = [(name, t.shape, t.dtype, t.is_cuda) for name, t in ordered.items()]
+        if layout != self._layout:
+            self.clear()  # before more memory is allocated
+            self._copies, self._layout = _allocate(ordered), layout
+        copied = self._start_copies({k: v for k, v in ordered.items() if k not in kept})
         copied.wait_on_device()
-        last = self._start_copies({k: v for k, v in tensors.items() if k in kept})
+        last = self._start_copies({k: v for k, v in ordered.items() if k in kept})
         return StagedCopies(self._copies, {**copied.events, **last.events})
 
     def _start_copies(self, tensors: Tensors) -> "StagedCopies":
@@ -268,8 +273,7 @@ class Staging:
         for device in {value.device for value in tensors.values()}:
             some = {name: value for name, value in tensors.items() if value.device == device}
             if device.type != "cuda":
-                for name, value in some.items():
-                    self._copies[name].copy_(value)
+                torch._foreach_copy_([self._copies[name] for name in some], list(some.values()))
                 continue
             stream = self._streams.setdefault(device, torch.cuda.Stream(device))
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -281,7 +285,7 @@ class Staging:
         return StagedCopies(self._copies, events)
 
     def clear(self) -> None:
-        self._copies = {}
+        self._copies, self._layout = {}, []
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +305,31 @@ class StagedCopies:
         for event in self.events.values():
             event.synchronize()
         return self.tensors
+
+
+def _allocate(tensors: Tensors) -> Tensors:
+    """Return empty tensors like these, which follow each other in memory."""
+    copies: Tensors = {}
+    for block in _blocks(tensors):
+        sizes = [value.nbytes for value in block.values()]
+        is_pinned = any(value.is_cuda for value in block.values())
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)
+        for (name, value), part in zip(block.items(), memory.split(sizes), strict=True):
+            copies[name] = part.view(value.dtype).view(value.shape)
+    return copies
+
+
+def _blocks(tensors: Tensors) -> Iterator[Tensors]:
+    """Group tensors into blocks: larger ones only for one tensor, each pinned or not."""
+    block, size, is_pinned = Tensors(), 0, False
+    for name, value in tensors.items():
+        if block and (size + value.nbytes > _BLOCK_SIZE or value.is_cuda != is_pinned):
+            yield block
+            block, size = {}, 0
+        block[name], is_pinned = value, value.is_cuda
+        size += value.nbytes
+    if block:
+        yield block
 
 
 def _names_by_index(optimizer: Optimizer, module: nn.Module, model: StageModel) -> list[str]:
