@@ -40,6 +40,7 @@ _logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd: the seeds of layers are far apart
 _BEFORE_LAYERS, _LOSS = -1, -2  # streams, besides those of layers
+_WATCH_EVERY = 16  # blocks, after the first 16: reading states takes 0.1 ms
 _WORD = 2**64 - 1
 _MT19937_BYTES = 625 * 4  # of its state: 624 words and an index
 
@@ -84,7 +85,7 @@ class RandomStreams:
         self._own = {layer: index for index, layer in own}
         self._hooks = list[RemovableHandle]()
         self._states: list[bytes] | None = None  # before a forward without hooks
-        self._is_watching = False  # the next such forward: one of each block, reading states costs
+        self._is_watching, self._num_blocks = False, 0  # the next such forward, and of all
         if has_hooks:
             self._add_hooks()
 
@@ -104,7 +105,9 @@ class RandomStreams:
         """Restore the generators after this block: its draws do not change those outside."""
         cpu = torch.default_generator.get_state()
         cuda = None if self._cuda_index is None else self._cuda_generator().get_state()
-        self._is_watching = bool(self._own) and not self._hooks
+        self._num_blocks += 1
+        is_watched = self._num_blocks <= _WATCH_EVERY or self._num_blocks % _WATCH_EVERY == 0
+        self._is_watching = is_watched and bool(self._own) and not self._hooks
         try:
             yield
         finally:
@@ -137,7 +140,7 @@ class RandomStreams:
             self._add_hooks()
             _logger.warning(
                 "the model has drawn random numbers, though no module has a rate of dropout above "
-                "0: those of this micro-batch depend on the number of stages, later ones do not. "
+                "0: those until now depend on the number of stages, later ones do not. "
                 "To seed all, give a module of each stage an attribute such as `noise = 1.0`"
             )
 

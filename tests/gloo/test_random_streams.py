@@ -94,6 +94,17 @@ def test_draw_of_a_model_without_rates_is_noticed(caplog: pytest.LogCaptureFixtu
         assert num_hooks(model) == 2
 
 
+def test_draws_that_begin_late_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Hidden())
+    draws, model[1] = model[1], nn.Identity()
+    with pipeline_of(model) as pipeline, caplog.at_level(logging.WARNING):
+        for step in range(60):
+            if step == 40:
+                model[1].register_forward_hook(lambda _, args, output: draws(output))
+            pipeline.step(torch.ones(2, 2), target=torch.ones(2, 2))
+        assert caplog.text.count("the model has drawn random numbers") == 1
+
+
 def test_model_without_dropout_compiles_as_one_graph() -> None:
     model, graphs = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0), nn.Linear(2, 2)), []
 
