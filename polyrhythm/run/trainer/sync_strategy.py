@@ -92,6 +92,16 @@ def zero_momentum(optimizer: Optimizer) -> None:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+def _clear_gradients(optimizer: Optimizer) -> None:
+    """Call `zero_grad`, or do what torch's own does in a tenth of its time on the host."""
+    if getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
+        optimizer.zero_grad()
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 class NoSync:
     """The strategy of a single pipeline; base class of the others."""
 
@@ -130,7 +140,7 @@ class NoSync:
             self.clip()
             self.optimizer.step()
         acknowledge()
-        self.optimizer.zero_grad()
+        _clear_gradients(self.optimizer)
 
     def _step_scaled(self, scaler: LossScaler) -> None:
         """Unscale, clip and step; if any stage has a gradient that is not finite, skip the step.
