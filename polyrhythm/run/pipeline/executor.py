@@ -142,6 +142,7 @@ class StageCompute:
     peak_in_flight: int = field(default=0, init=False)
     _saved: dict[int, _SavedForBackward] = field(default_factory=dict, init=False)
     last_timing: "Timing | None" = field(default=None, init=False)  # None if none is taken
+    _stream: torch.cuda.Stream | None = field(default=None, init=False)  # of the action's events
     _timings: deque[tuple[Op, int, "Timing"]] = field(default_factory=_LATEST, init=False)
 
     def forward(
@@ -194,12 +195,17 @@ class StageCompute:
         if pairs:  # otherwise this and all earlier stages are frozen
             # A backward has the dtypes of its forward.
             is_autocast = torch.is_autocast_enabled(self.device.type)
-            with torch.autocast(self.device.type, enabled=False) if is_autocast else nullcontext():
+            if is_autocast:  # not by a context, which takes 30 us
+                torch.set_autocast_enabled(self.device.type, False)
+            try:
                 outputs: list[Any] = [edge for edge, _ in pairs]
                 with saved.auxiliary:
                     torch.autograd.backward(outputs, [g for _, g in pairs])
                     if self.dw_builder is not None:
                         self.dw_builder()()
+            finally:
+                if is_autocast:
+                    torch.set_autocast_enabled(self.device.type, True)
         self._end_timing(Op.B, kind, start)
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs]
 
@@ -227,7 +233,8 @@ class StageCompute:
             return None
         # Emulated compute takes the time of the kernels, not of their launch.
         is_on_gpu = self.device.type == "cuda" and self.compute is None
-        return Moment(self._recorded_event() if is_on_gpu else None)
+        self._stream = torch.cuda.current_stream(self.device) if is_on_gpu else None
+        return Moment(self._recorded_event())
 
     def _end_timing(self, op: Op, kind: int, start: "Moment | None") -> None:
         if start is None:
@@ -236,14 +243,16 @@ class StageCompute:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
             self.compute.slow_down(op, time.perf_counter() - start.recorded)
-        end = Moment(None if start.event is None else self._recorded_event())
+        end = Moment(self._recorded_event())
         self.last_timing = Timing(start, end)
         if torch.is_grad_enabled():
             self._timings.append((op, kind, self.last_timing))
 
-    def _recorded_event(self) -> torch.cuda.Event:
+    def _recorded_event(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(self._stream)
         return event
 
     @contextmanager
@@ -551,7 +560,13 @@ class Executor:
             return arguments
         device = self.stage.device
         to_gpu = device.type == "cuda"  # a non-blocking copy to the host could be read too early
-        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=to_gpu), arguments)
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=to_gpu)
+
+        if isinstance(arguments, Tensor):  # without a tree, which takes longer than the copy
+            return move(arguments)
+        return pytree.tree_map_only(Tensor, move, arguments)
 
 
 def _tensors_of(returned: object, *, stage: int) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ known when the backward starts, on every stage.
 
 import functools
 import logging
+import operator
 import threading
 import warnings
 from collections import defaultdict
@@ -24,6 +25,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -41,7 +43,7 @@ NOT_COUNTED = -1.0  # in messages, in place of a count
 _PAIR, _MEAN = "a sum and a count", "a mean"
 _CROSS_ENTROPY = "a mean over the labels of one cross-entropy"
 _LABELS, _SAMPLES = "a mean over the labels of the target", "a mean over samples"
-_MIN_DOT = 16384  # elements; below, many tensors in one call take less time
+_SMALL = 16384  # elements
 _NUM_CHECKED = 4  # micro-batches whose numbers are read from a GPU, for warnings
 
 
@@ -130,34 +132,54 @@ def scale_by(factor: Count, tensors: Iterable[Tensor]) -> None:
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor | float:
     """Return the sum of squares of all tensors; on a GPU as a tensor, without waiting for it."""
-    squares: Tensor | float = 0.0
-    others = defaultdict[tuple[bool, bool], list[Tensor]](list)
-    for tensor in tensors:
-        if tensor.is_sparse:
-            tensor = tensor.coalesce().values()
-        if tensor.is_cuda or tensor.numel() < _MIN_DOT or not _is_plain(tensor):
-            others[tensor.dtype in HALF_PRECISION, isinstance(tensor, DTensor)].append(tensor)
-        else:  # a third of the time of a norm, and more exact
-            flat = tensor.view(-1)
-            squares += torch.dot(flat, flat).item()
-    for (is_half, is_sharded), some in others.items():
-        norms = torch._foreach_norm(some, 2.0, dtype=torch.float32 if is_half else None)
-        if is_sharded:
-            norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
-        if norms[0].is_cpu:  # a number costs less than an operation on tensors
-            numbers = [norm.item() for norm in norms]
-            squares += sum([number * number for number in numbers])  # ** raises if too large
+    listed, squares = list(tensors), list[Tensor | float]()
+    # Usually one kind, found without code of Python for each tensor: a step has hundreds.
+    kinds = dict.fromkeys(map(_KIND, listed))
+    for kind in kinds:
+        some = listed if len(kinds) == 1 else [tensor for tensor in listed if _KIND(tensor) == kind]
+        if some[0].is_sparse:
+            some = [tensor.coalesce().values() for tensor in some]
+        if not isinstance(some[0], DTensor):  # one norm of all small ones takes less time
+            small = [tensor for tensor in some if tensor.numel() < _SMALL]
+            some = [tensor for tensor in some if tensor.numel() >= _SMALL]
+            some += [_flatten_dense_tensors(small)] if small else []
+        if some[0].is_cpu:
+            squares += _squares_on_cpu(some)
         else:
-            norm = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
-            # To add to a number is an operation of the GPU, too, and to look at a tensor a wait.
-            is_first = isinstance(squares, float) and squares == 0.0
-            squares = norm.square() if is_first else squares + norm.square()
-    return squares
+            norm = torch.linalg.vector_norm(torch.stack(_norms(some)), dtype=torch.float64)
+            squares.append(norm.square())
+    # To add to a number is an operation of the GPU, too.
+    return functools.reduce(operator.add, squares) if squares else 0.0
+
+
+_KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu")
+
+
+def _squares_on_cpu(tensors: Iterable[Tensor]) -> Iterator[float]:
+    others = list[Tensor]()
+    for tensor in tensors:
+        if _is_plain(tensor):  # a third of the time of a norm, and more exact
+            flat = tensor.view(-1)
+            yield torch.dot(flat, flat).item()
+        else:
+            others.append(tensor)
+    # A number costs less than an operation on tensors.
+    numbers = [norm.item() for norm in _norms(others)] if others else []
+    yield sum([number * number for number in numbers])  # ** raises if too large
+
+
+def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the norms of tensors of one kind; of sharded ones, those of the whole."""
+    dtype = torch.float32 if tensors[0].dtype in HALF_PRECISION else None
+    norms = torch._foreach_norm(tensors, 2.0, dtype=dtype)
+    if isinstance(tensors[0], DTensor):
+        norms = tuple(n.full_tensor() if isinstance(n, DTensor) else n for n in norms)
+    return norms
 
 
 def _is_plain(tensor: Tensor) -> bool:
     is_real = tensor.dtype in (torch.float32, torch.float64)
-    return is_real and tensor.is_cpu and type(tensor) is Tensor and tensor.is_contiguous()
+    return is_real and type(tensor) is Tensor and tensor.is_contiguous()
 
 
 class NonFiniteWarnings:
