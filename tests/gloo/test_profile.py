@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.describe.model import Layer, ModelProfile
+from polyrhythm.errors import DescriptionError
 from polyrhythm.run.profile.profile import (
     ProfiledModel,
     Timed,
@@ -471,7 +472,7 @@ class Log:
 
 
 class Logged(nn.Module):
-    """Writes into its input, and stores its output for its backward."""
+    """Writes into its input, and stores it for its backward."""
 
     def __init__(self, name: str, log: Log) -> None:
         super().__init__()
@@ -482,7 +483,7 @@ class Logged(nn.Module):
         self.log.actions.append(f"F{self.name}")
         if self.name == "0":
             self.log.inputs.append(x[0, 0].item())
-        output = (x.add_(1) * self.weight).exp()
+        output = x.add_(1) * self.weight
         output.register_hook(self.log_backward)
         self.log.outputs.append(weakref.ref(output))
         return output
@@ -505,8 +506,20 @@ def test_microbatch_is_timed_as_forwards_and_backwards_of_all_layers() -> None:
     for first, *others in log.gradients.values():
         assert first.std() > 0
         assert all(torch.equal(first, other) for other in others), "drawn in the warm-up"
-    assert log.num_kept == [3, 2, 1] * 3
+    assert log.num_kept == [2, 1, 0] * 3, "a stage has sent its own output"
     assert log.count_kept() == 0
+
+
+class Exponential(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).exp()
+
+
+def test_layers_that_cannot_train_one_after_another_are_named() -> None:
+    layers = [Exponential(6, 6), nn.ReLU(inplace=True)]  # exp keeps its output, which changes
+    profiled = ProfiledModel.of((layers, torch.ones(4, 6)), source="test")
+    with pytest.raises(DescriptionError, match="the whole model fails with micro-batches of 4"):
+        time_microbatch(profiled, 4, CPU)
 
 
 def test_microbatch_of_containers_and_layers_without_gradients_is_timed() -> None:

@@ -97,7 +97,6 @@ _LISTS = (nn.Sequential, nn.ModuleList)
 _HELD = 2.0  # how long the GPU is held, of the time to launch a run
 _LONGEST_HOLD: Seconds = 0.25  # a first run that compiles takes minutes
 _MOST_CYCLES = 3e9  # of a GPU in a second
-_Gradients = dict[tuple[object, ...], Tensor]  # by the shape, strides, dtype and device of outputs
 
 
 class _LayerMemory(NamedTuple):
@@ -561,58 +560,51 @@ def _timed_runs(runs: Sequence[Callable[[], Any]], device: torch.device) -> tupl
 def time_microbatch(
     model: ProfiledModel, size: int, device: torch.device, *, num_runs: int = 8
 ) -> Seconds:
-    """Return the time of a forward and a backward of all layers, in steady state.
+    """Return the time of a forward and a backward of the whole model, in steady state.
 
     Nothing waits for the device between the runs: as in training, the host is ahead if it can.
     """
-    # A run has its own example: a layer may write in place.
-    examples = [model.resized_example(size) for _ in range(1 + num_runs)]
-    gradients: _Gradients = {}
-    _run_all_layers(model.layers, examples.pop(), size, device, gradients)  # warms up
-    finish(device)
-    start = time.perf_counter()
-    while examples:
-        _run_all_layers(model.layers, examples.pop(), size, device, gradients)
-    finish(device)
+    example, gradients = model.resized_example(size), list[Tensor]()
+    try:
+        _run_model(model.layers, example, device, gradients)  # warms up
+        finish(device)
+        start = time.perf_counter()
+        for _ in range(num_runs):
+            _run_model(model.layers, example, device, gradients)
+        finish(device)
+    except Exception as error:  # out of memory; or a user's layer, which may raise anything
+        raise DescriptionError(
+            f"the whole model fails with micro-batches of {size}: {error_summary(error)}",
+            expected="layers that train one after another, and with a micro-batch fit into memory",
+            fix="pass smaller --sizes, or measure a model of fewer such layers",
+        ) from None
     return (time.perf_counter() - start) / num_runs
 
 
-def _run_all_layers(
+def _run_model(
     layers: dict[str, nn.Module],
-    arguments: tuple[Any, ...],
-    size: int,
+    example: tuple[Any, ...],
     device: torch.device,
-    gradients: _Gradients,
+    gradients: list[Tensor],
 ) -> None:
-    """Run the forwards of all layers, then their backwards in reverse order.
+    """Run all layers and one backward, as a stage does.
 
-    `gradients` are those of outputs; missing ones are drawn and added.
+    `gradients` are those of the last outputs; they are drawn if there are none.
     """
-    kept: list[tuple[str, list[Tensor]]] = []
-    value = None
-    for name, layer in layers.items():
-        with _describe_layer_errors(name, "forward", size):
-            if kept:
-                arguments = (pytree.tree_map_only(Tensor, _detached_copy, value),)
-            value = layer(*arguments)
-        outputs = [tensor for tensor in _tensors_of(value, name) if tensor.requires_grad]
-        kept.append((name, outputs))
-    del value, arguments
-    with _no_autocast(device):
-        while kept:
-            name, outputs = kept.pop()  # frees those whose backward is launched
-            with _describe_layer_errors(name, "backward", size):
-                if outputs:
-                    own = [_gradient_of(output, gradients) for output in outputs]
-                    torch.autograd.backward(outputs, own)
-
-
-def _gradient_of(output: Tensor, gradients: _Gradients) -> Tensor:
-    """Return the gradient for outputs of this kind; outputs share it to save memory."""
-    kind = (output.shape, output.stride(), output.dtype, output.device)
-    if kind not in gradients:
-        gradients[kind] = _random_like(output)
-    return gradients[kind]
+    # A run has its own example: a layer may write in place.
+    arguments = pytree.tree_map_only(Tensor, Tensor.clone, example)
+    for layer in layers.values():
+        arguments = (layer(*arguments),)
+    outputs = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+    outputs = [tensor for tensor in outputs if tensor.requires_grad]
+    if not gradients:
+        gradients += map(_random_like, outputs)
+    # Edges, not tensors: a stage has sent its outputs by then.
+    edges = [get_gradient_edge(output) for output in outputs]
+    del arguments, outputs
+    if edges:
+        with _no_autocast(device):
+            torch.autograd.backward(edges, gradients)
 
 
 def _random_like(output: Tensor) -> Tensor:
