@@ -127,6 +127,13 @@ def test_tensors_are_joined_only_if_they_follow_each_other(num_unread: int) -> N
     assert list(joined([])) == list(joined([gap[:0]])) == []
 
 
+def test_tensors_of_several_storages_in_the_same_memory_are_written() -> None:
+    numbers = np.arange(10, dtype=np.float32)
+    state = {"first": torch.from_numpy(numbers[:5]), "rest": torch.from_numpy(numbers)[5:]}
+    for name, value in decode_state(encode_state(state)).items():
+        assert_same(value, state[name])
+
+
 def test_large_copies_have_blocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_state, "_BLOCK_SIZE", 64)
     tensors = {str(size): torch.rand(size) for size in (4, 12, 1, 40, 0, 15)}

@@ -248,7 +248,7 @@ def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         if value.is_complex() or value.is_neg() or not (value.is_cpu and value.is_contiguous()):
             value = value.cpu().resolve_conj().resolve_neg().contiguous()
         follows = bool(run) and value.data_ptr() == next_address and value.dtype == run[0].dtype
-        if follows and value.untyped_storage().data_ptr() == run[0].untyped_storage().data_ptr():
+        if follows and value.untyped_storage()._cdata == run[0].untyped_storage()._cdata:
             run.append(value)
         elif value.numel():
             if run:

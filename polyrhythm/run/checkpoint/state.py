@@ -310,9 +310,10 @@ class StagedCopies:
 def _allocate(tensors: Tensors) -> Tensors:
     """Return empty tensors like these, which follow each other in memory."""
     copies: Tensors = {}
+    # All or none: the steps of an optimizer of weights on a GPU may be in main memory.
+    is_pinned = any(value.is_cuda for value in tensors.values())
     for block in _blocks(tensors):
         sizes = [value.nbytes for value in block.values()]
-        is_pinned = any(value.is_cuda for value in block.values())
         memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_pinned)
         for (name, value), part in zip(block.items(), memory.split(sizes), strict=True):
             copies[name] = part.view(value.dtype).view(value.shape)
@@ -320,13 +321,13 @@ def _allocate(tensors: Tensors) -> Tensors:
 
 
 def _blocks(tensors: Tensors) -> Iterator[Tensors]:
-    """Group tensors into blocks: larger ones only for one tensor, each pinned or not."""
-    block, size, is_pinned = Tensors(), 0, False
+    """Group tensors into blocks: larger ones only for one tensor."""
+    block, size = Tensors(), 0
     for name, value in tensors.items():
-        if block and (size + value.nbytes > _BLOCK_SIZE or value.is_cuda != is_pinned):
+        if block and size + value.nbytes > _BLOCK_SIZE:
             yield block
             block, size = {}, 0
-        block[name], is_pinned = value, value.is_cuda
+        block[name] = value
         size += value.nbytes
     if block:
         yield block
