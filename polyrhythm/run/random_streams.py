@@ -25,6 +25,7 @@ import logging
 import random
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -40,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd: the seeds of layers are far apart
 _BEFORE_LAYERS, _LOSS = -1, -2  # streams, besides those of layers
-_WATCH_EVERY = 16  # blocks, after the first 16: reading states takes 0.1 ms
+_WATCH_EVERY = 16  # blocks of a kind, after the first 16: reading states takes 0.1 ms
 _WORD = 2**64 - 1
 _MT19937_BYTES = 625 * 4  # of its state: 624 words and an index
 
@@ -85,7 +86,8 @@ class RandomStreams:
         self._own = {layer: index for index, layer in own}
         self._hooks = list[RemovableHandle]()
         self._states: list[bytes] | None = None  # before a forward without hooks
-        self._is_watching, self._num_blocks = False, 0  # the next such forward, and of all
+        self._is_watching = False  # the next such forward
+        self._num_blocks = Counter[bool]()  # with gradients, and without: evaluations
         if has_hooks:
             self._add_hooks()
 
@@ -105,8 +107,10 @@ class RandomStreams:
         """Restore the generators after this block: its draws do not change those outside."""
         cpu = torch.default_generator.get_state()
         cuda = None if self._cuda_index is None else self._cuda_generator().get_state()
-        self._num_blocks += 1
-        is_watched = self._num_blocks <= _WATCH_EVERY or self._num_blocks % _WATCH_EVERY == 0
+        is_training = torch.is_grad_enabled()
+        self._num_blocks[is_training] += 1
+        number = self._num_blocks[is_training]
+        is_watched = number <= _WATCH_EVERY or number % _WATCH_EVERY == 0
         self._is_watching = is_watched and bool(self._own) and not self._hooks
         try:
             yield

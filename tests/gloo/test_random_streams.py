@@ -98,10 +98,16 @@ def test_draws_that_begin_late_are_noticed(caplog: pytest.LogCaptureFixture) -> 
     model = nn.Sequential(nn.Linear(2, 2), Hidden())
     draws, model[1] = model[1], nn.Identity()
     with pipeline_of(model) as pipeline, caplog.at_level(logging.WARNING):
-        for step in range(60):
+        for step in range(100):
             if step == 40:
-                model[1].register_forward_hook(lambda _, args, output: draws(output))
+                model[1].register_forward_hook(
+                    lambda layer, args, output: draws(output) if layer.training else None
+                )
             pipeline.step(torch.ones(2, 2), target=torch.ones(2, 2))
+            if step % 15 == 14:  # every 16th block
+                model.eval()
+                pipeline.eval(torch.ones(2, 2))
+                model.train()
         assert caplog.text.count("the model has drawn random numbers") == 1
 
 
