@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -57,6 +58,19 @@ def _user_traceback(error: BaseException) -> str:
     first = next((i for i, f in enumerate(found.stack) if not f.filename.startswith(ours)), 0)
     found.stack = traceback.StackSummary.from_list(found.stack[first:])
     return "".join(found.format())
+
+
+def reserve_port() -> socket.socket:
+    """Reserve a port of the loopback address for a server of a child, until the socket is closed.
+
+    A port that was only free a moment ago may be given to any connection before the server has it.
+    The kernel gives no connection a port that is bound; but a server that reuses addresses, as
+    those of torch do, may bind it, too, since nobody listens there.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 class Child:

@@ -31,7 +31,7 @@ import numpy as np
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.errors import LabError, PeerError, UserError
 from polyrhythm.lab.lab import Lab
-from polyrhythm.processes import Child, end_all, wait_for_all
+from polyrhythm.processes import Child, end_all, reserve_port, wait_for_all
 from polyrhythm.types import Seconds
 
 PORT = 29500  # of the rendezvous: each host of a lab has its own ports
@@ -168,11 +168,6 @@ class LocalHosts:
     def address(self, host: str) -> str:
         return _LOOPBACK
 
-    def free_port(self) -> int:
-        with socket.create_server((_LOOPBACK, 0)) as probe:
-            port: int = probe.getsockname()[1]
-        return port
-
 
 def _on_loopback(function: Callable[..., object], args: tuple[object, ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -202,8 +197,8 @@ class WorkerPool:
         self._hosts, self._work, self._args = hosts, work, args
         self._names = hosts.hosts if on is None else tuple(on)
         self.folder = Path(tempfile.mkdtemp())  # of the workers' output
-        default = hosts.free_port() if isinstance(hosts, LocalHosts) else PORT
-        self._port = default if port is None else port
+        self._reserved: socket.socket | None = None
+        self._port = PORT if port is None and isinstance(hosts, Lab) else port
         self.timeout, self._serves_orders = timeout, serves_orders
         self._pipes: list[Connection] = []
         self._children: list[Child] = []
@@ -212,6 +207,9 @@ class WorkerPool:
         return len(self._names)
 
     def __enter__(self) -> Self:
+        if self._port is None:
+            self._reserved = reserve_port()
+            self._port = self._reserved.getsockname()[1]
         try:
             for rank in range(len(self)):
                 self._spawn(rank)
@@ -229,6 +227,7 @@ class WorkerPool:
         ours, theirs = multiprocessing.Pipe()
         self._pipes.append(ours)
         host = self._names[rank]
+        assert self._port is not None, "reserved at the start of the block"
         worker = PoolWorker(
             rank=rank,
             world_size=len(self),
@@ -255,6 +254,8 @@ class WorkerPool:
 
     def _end(self) -> None:
         end_all(self._children)
+        if self._reserved is not None:
+            self._reserved.close()
         for pipe in self._pipes:
             pipe.close()
         shutil.rmtree(self.folder)

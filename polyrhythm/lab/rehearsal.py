@@ -5,7 +5,6 @@ The caller decides whether the processes form one job, so that a failure ends al
 
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,15 @@ from polyrhythm.errors import LabError, WorkerError
 from polyrhythm.lab.lab import Lab
 from polyrhythm.lab.namespace import enter_user_namespace
 from polyrhythm.lab.program import PRELOADED, is_on_path, preload, run_program
-from polyrhythm.processes import BAD_INPUT, PEER_LOST, TERMINATED, Child, end_all, wait_for_any
+from polyrhythm.processes import (
+    BAD_INPUT,
+    PEER_LOST,
+    TERMINATED,
+    Child,
+    end_all,
+    reserve_port,
+    wait_for_any,
+)
 from polyrhythm.types import Seconds
 
 TIMED_OUT = 124  # as the program `timeout` has it
@@ -104,14 +111,14 @@ class Rehearsal:
         ]
         if ignored:
             self.log(f"warning: without a lab network these events are not played: {ignored}")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
         preload(self.program, self.preloaded)
         self.environment["GLOO_SOCKET_IFNAME"] = "lo"
-        try:
-            return self._run_all(None, "127.0.0.1", port, timeout)
-        finally:
-            end_all(list(self._running.values()))
+        with reserve_port() as reserved:
+            address, port = reserved.getsockname()
+            try:
+                return self._run_all(None, address, port, timeout)
+            finally:
+                end_all(list(self._running.values()))
 
     def _run_all(self, lab: Lab | None, master: str, port: int, timeout: Seconds | None) -> int:
         """Start all hosts that are present, then those that join; wait until all have ended."""

@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from polyrhythm.cli import main
 from polyrhythm.lab.program import run_program
-from polyrhythm.processes import Child, end_all
+from polyrhythm.processes import Child, end_all, reserve_port
 
 
 def import_before_fork(*modules: str) -> None:
@@ -29,23 +28,23 @@ def run_script(
     program = [sys.executable, str(script), *arguments]
     if num_processes is None:
         return _run([partial(run_program, program, {})], folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environments: list[Mapping[str, str]] = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_processes),
-            "LOCAL_WORLD_SIZE": str(num_processes),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "test",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        for rank in range(num_processes)
-    ]
-    return _run([partial(run_program, program, each) for each in environments], folder)
+    with reserve_port() as reserved:
+        address, port = reserved.getsockname()
+        environments: list[Mapping[str, str]] = [
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_processes),
+                "LOCAL_WORLD_SIZE": str(num_processes),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "test",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            for rank in range(num_processes)
+        ]
+        return _run([partial(run_program, program, each) for each in environments], folder)
 
 
 def run_train(script: Path, *arguments: str, folder: Path) -> str:

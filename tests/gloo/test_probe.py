@@ -19,6 +19,7 @@ from polyrhythm.describe.write import write_cluster
 from polyrhythm.plan.draft import regions_of
 from polyrhythm.plan.make_plan import make_plan
 from polyrhythm.plan.options import PlanOptions
+from polyrhythm.processes import reserve_port
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe import probe as probing
@@ -324,20 +325,22 @@ def test_missing_gpu_is_rejected_before_any_process_starts(tmp_path: Path) -> No
 
 def test_only_rank_0_needs_the_output_folder(tmp_path: Path) -> None:
     """The output folder exists on the machine of rank 0 only."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    ctx = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     folders = [tmp_path / "0", tmp_path / "1"]
     (folders[0] / "found").mkdir(parents=True)
     folders[1].mkdir()
 
-    def command(rank: int) -> ForkedCommand:
+    def command(rank: int, address: str, port: int) -> ForkedCommand:
+        ctx = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         env = {**ctx, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
         arguments = "probe", "-o", "found/cluster.toml", *QUICK
         return ForkedCommand(*arguments, cwd=folders[rank], env=env)
 
     # Forked by one thread: a fork inherits the locks that another thread holds.
-    with command(0) as first, command(1) as second:
+    with (
+        reserve_port() as reserved,
+        command(0, *reserved.getsockname()) as first,
+        command(1, *reserved.getsockname()) as second,
+    ):
         statuses = [each.child.wait(90) for each in (first, second)]
         assert statuses == [0, 0], first.stderr + second.stderr
     assert (folders[0] / "found" / "cluster.toml").exists()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from polyrhythm.describe.sample import Sample
 from polyrhythm.errors import PeerError
+from polyrhythm.processes import reserve_port
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.probe import probe as probing
 from polyrhythm.run.probe.link import PeerChannel, as_target
@@ -95,18 +95,21 @@ cli.main(["probe", "--seconds", "0.01", "--timeout", "2", "--pair-timeout", "1"]
 
 @pytest.mark.long
 def test_interpreter_exits_when_store_does_not_answer(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    ctx = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with subprocess.Popen(
-        [sys.executable, "-c", SILENT_STORE],
-        cwd=tmp_path,
-        env={**os.environ, **ctx, "GLOO_SOCKET_IFNAME": "lo", "POLYRHYTHM_DEVICE": "d"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as job:
+    reserved = reserve_port()
+    address, port = reserved.getsockname()
+    ctx = {"WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    with (
+        reserved,
+        subprocess.Popen(
+            [sys.executable, "-c", SILENT_STORE],
+            cwd=tmp_path,
+            env={**os.environ, **ctx, "GLOO_SOCKET_IFNAME": "lo", "POLYRHYTHM_DEVICE": "d"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as job,
+    ):
         try:
             printed, error = job.communicate(timeout=60)
         finally:

@@ -3,17 +3,30 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from polyrhythm.errors import LaunchError, PeerError
-from polyrhythm.processes import Child, end_all, wait_for_all, wait_for_any
+from polyrhythm.processes import Child, end_all, reserve_port, wait_for_all, wait_for_any
+
+
+def test_reserved_ports_are_given_to_servers_that_ask_for_them_alone() -> None:
+    with ExitStack() as stack:
+        addresses = {stack.enter_context(reserve_port()).getsockname() for _ in range(200)}
+        for _ in range(4000):  # of 28,000 ports: without a reservation 28 would be the same
+            with socket.create_server(("127.0.0.1", 0)) as other:
+                assert other.getsockname() not in addresses
+        for address in addresses:
+            with socket.create_server(address), socket.create_connection(address, 5) as client:
+                assert client.getsockname() not in addresses
 
 
 def fail() -> None:
