@@ -1,6 +1,7 @@
 """A DistributedOptimizer over NCCL on CPUs: its groups, and steps that only the GPU could skip."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -135,9 +136,11 @@ class Recorder(logging.Handler):
         self._messages.append(record.getMessage())
 
 
-def train_with_inf(ctx: DistContext, name: str, bad_step: int) -> dict[str, Any]:
+def train_with_inf(
+    ctx: DistContext, name: str, bad_step: int, *, clips: bool = False
+) -> dict[str, Any]:
     """Run four steps; the gradients of rank 1 are not finite in one of them."""
-    messages: list[str] = []
+    messages, norms = list[str](), list[float]()
     with pytest.MonkeyPatch.context() as monkeypatch:
         emulate_nccl(monkeypatch)
         monkeypatch.setattr(torch, "empty_like", lambda t, **_: torch.full_like(t, 7.0))
@@ -149,6 +152,8 @@ def train_with_inf(ctx: DistContext, name: str, bad_step: int) -> dict[str, Any]
             before = model[0].weight.detach().clone()
             factor = torch.inf if (ctx.rank, step) == (1, bad_step) else 1.0
             (loss_of(model, inputs_of(ctx.rank, step)) * factor).backward()
+            if clips:
+                norms.append(optimizer.clip_grad_norm_(1e-3).item())
             optimizer.step()
             optimizer.zero_grad()
             optimizer.synchronize()
@@ -156,7 +161,13 @@ def train_with_inf(ctx: DistContext, name: str, bad_step: int) -> dict[str, Any]
         counts = {float(s["step"]) for s in optimizer.state.values() if "step" in s}
         optimizer.close()
         weights = {key: p.detach().clone() for key, p in model.named_parameters()}
-    return {"moved": moved, "counts": counts, "messages": messages, "weights": weights}
+    return {
+        "moved": moved,
+        "norms": norms,
+        "counts": counts,
+        "messages": messages,
+        "weights": weights,
+    }
 
 
 @pytest.mark.parametrize("bad_step", [0, 2, 3])
@@ -190,6 +201,14 @@ def test_other_optimizers_use_gradients_of_zero_and_warn(name: str, tmp_path: Pa
     assert first["messages"] == []
     (message,) = second["messages"]
     assert "step 2: the gradients of s0p1 are not finite, and count as 0" in message
+
+
+@pytest.mark.parametrize("name", ["adamw", SKIPPING[0]])
+def test_clipping_returns_a_norm_that_is_not_finite(name: str, tmp_path: Path) -> None:
+    work = partial(train_with_inf, name=name, bad_step=2, clips=True)
+    for found in run_stages(2, work, tmp_path):
+        assert [math.isfinite(norm) for norm in found["norms"]] == [True, True, False, True]
+        assert all(weights.isfinite().all() for weights in found["weights"].values())
 
 
 def test_step_clock_records_events_in_the_stream_of_its_device(

@@ -1,6 +1,8 @@
 """Replicated pipeline stages with a DistributedOptimizer train as one process does."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,3 +162,35 @@ def test_all_stages_and_replicas_try_the_same_candidates(tmp_path: Path) -> None
         weights = merged([each[2] for each in found[STAGES * pipeline : STAGES * (pipeline + 1)]])
         for name, value in model.named_parameters():
             assert (weights[name] - value).abs().max() <= 1e-12, name
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_of_a_gradient_that_is_not_finite_lets_all_stages_skip_the_step(
+    norm_type: float, tmp_path: Path
+) -> None:
+    bad_step = 2
+
+    def work(ctx: DistContext) -> dict[str, list[Any]]:
+        with pipeline_of(ctx, tied=False, n_microbatches=3) as pipeline:
+            weights = list(pipeline.module.parameters())
+            if ctx.rank == 1:  # the last stage of the first pipeline
+                weights[0].register_hook(lambda g: g * (math.inf if number == bad_step else 1.0))
+            optimizer = DistributedOptimizer(
+                torch.optim.AdamW(weights, lr=0.01), pipeline, timeout=STAGE_TIMEOUT
+            )
+            norms, moved = list[float](), list[bool]()
+            for number in range(4):
+                optimizer.synchronize()
+                before = [weight.detach().clone() for weight in weights]
+                step(pipeline, *batch_of(ctx.rank // STAGES, number))
+                norms.append(optimizer.clip_grad_norm_(CLIP, norm_type).item())
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.synchronize()
+                moved.append(not all(map(torch.equal, before, weights)))
+            optimizer.close()
+            return {"norms": norms, "moved": moved}
+
+    for found in run_stages(STAGES * PIPELINES, work, tmp_path):
+        assert [math.isfinite(norm) for norm in found["norms"]] == [True, True, False, True]
+        assert found["moved"] == [True, True, False, True]

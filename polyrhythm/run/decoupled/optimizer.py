@@ -330,7 +330,11 @@ class DistributedOptimizer(Optimizer):
         return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the mean gradients to a norm of at most `max_norm`; return the norm before."""
+        """Scale the mean gradients to a norm of at most `max_norm`; return the norm before.
+
+        If a gradient of any replica or stage is not finite, the norm is nan or inf, and `step`
+        changes no weight, or over NCCL what gradients of 0 change.
+        """
         self._gradient_sync.check_has_gradients(_CLIP)
         self._average()
         not_owned = set() if self._stage is None else self._stage.tied_not_owned
@@ -342,14 +346,16 @@ class DistributedOptimizer(Optimizer):
         if not self._gradient_sync.is_all_reduce:
             norms = self._replicas.all_gather_number(total.item(), _CLIP)
             total = _norm_of(list(torch.tensor(norms)), norm_type)
+        total = total.cpu() + torch.as_tensor(self.non_finite_mark).cpu()
         if self._stage is not None:
-            if self._stage.is_loss_scaled:  # then all stages skip what is not finite on one
-                total = total.cpu() + torch.as_tensor(self.non_finite_mark).cpu()
-            total = self._stage.norm_over_stages(total.cpu(), norm_type).float()
-        factor = min(1.0, max_norm / (total.item() + 1e-6))
-        if factor < 1.0:
-            scale_by(factor, (shard.gradient for shard in shards))
-        return total.to(self._parameters[0].device)
+            total = self._stage.norm_over_stages(total, norm_type)
+        norm = total.item()
+        if math.isnan(norm) or norm == norm_type == math.inf:  # on one stage: all skip the step
+            for shard in shards:
+                shard.parameter.grad = None
+        elif norm > max_norm - 1e-6:
+            scale_by(max_norm / (norm + 1e-6), (shard.gradient for shard in shards))
+        return total.float().to(self._parameters[0].device)
 
     @property
     def _clips_on_device(self) -> bool:
@@ -368,10 +374,8 @@ class DistributedOptimizer(Optimizer):
             powers = own.double().reshape(1) ** norm_type
             collectives.all_reduce_sum(powers)
             total = (powers ** (1.0 / norm_type)).squeeze().float()
-        if self._stage is not None and self._stage.is_loss_scaled:
-            total = total + self.non_finite_mark
         scale_by((max_norm / (total + 1e-6)).clamp(max=1.0), gradients)
-        return total
+        return (total + self.non_finite_mark).float()
 
     def gradient_squares(self) -> Tensor | float:
         """Return the sum of squares of this worker's shards of the mean gradients, after backward.

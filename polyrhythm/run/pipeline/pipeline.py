@@ -706,6 +706,8 @@ class Pipeline:
         """Combine each stage's sum of powers, or its largest number, into the norm of all."""
         is_largest = norm_type == math.inf
         if self._connections is not None:
+            if is_largest:  # gloo's maximum of a number and nan is either
+                total = total.nan_to_num(nan=math.inf, posinf=math.inf)
             operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
             with peer_errors("another stage", "reducing the norm of the gradients"):
                 all_reduce(self._connections.control, total, operation)
