@@ -117,7 +117,7 @@ def test_a_timeout_closes_all_sockets(socket: int, tmp_path: Path) -> None:
         if ctx.rank == 0:
             messages = collectives.receive([flat[: 2**21]], 7, CollectivePhase.REDUCE_SCATTER)
         else:  # another message, in one of them
-            messages = _GroupMessages(group, timedelta(seconds=timeout), 2)
+            messages = _GroupMessages(group, timedelta(seconds=timeout), 2, ["rank 0", "rank 1"])
             messages.receive(0, torch.zeros(1), tag=100 + socket, shard=0)
         dist.barrier()
         start = time.monotonic()

@@ -1,6 +1,8 @@
 """Replicated pipeline stages with a DistributedOptimizer train as one process does."""
 
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from polyrhythm.errors import ScheduleError
+from polyrhythm.errors import PeerError, ScheduleError
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from tests.gloo.decoupled import error_of
 from tests.gloo.pipelines import STAGE_TIMEOUT, merged, random_batch, run_stages, step
+from tests.gloo.replicas import run_with_failures
 
 STAGES, PIPELINES, STEPS, WIDTH, CLIP = 2, 2, 6, 8, 0.05
 
@@ -194,3 +198,27 @@ def test_clipping_of_a_gradient_that_is_not_finite_lets_all_stages_skip_the_step
     for found in run_stages(STAGES * PIPELINES, work, tmp_path):
         assert [math.isfinite(norm) for norm in found["norms"]] == [True, True, False, True]
         assert found["moved"] == [True, True, False, True]
+
+
+def test_a_lost_replica_is_named_by_its_worker_and_its_rank_in_the_job(tmp_path: Path) -> None:
+    """Not by its rank among the replicas of the stage: that is another worker's in the job."""
+
+    def work(ctx: DistContext) -> str:
+        with pipeline_of(ctx, tied=False, n_microbatches=3) as pipeline:
+            weights = pipeline.module.parameters()
+            optimizer = DistributedOptimizer(
+                torch.optim.AdamW(weights, lr=0.01), pipeline, timeout=STAGE_TIMEOUT
+            )
+
+            def lose_rank_2() -> None:
+                for number in range(STEPS):
+                    step(pipeline, *batch_of(ctx.rank // STAGES, number))
+                    if (ctx.rank, number) == (2, 2):
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+            return error_of(lose_rank_2, kind=PeerError)
+
+    found = run_with_failures(STAGES * PIPELINES, work, tmp_path, lost={2})
+    assert "lost s0p1 (rank 2) during averaging" in found[0]

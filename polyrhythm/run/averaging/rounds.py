@@ -205,7 +205,8 @@ class Averager:
                     "another worker",
                     action=action,
                     waited=time.monotonic() - start,
-                    cause="it is alive but not ready; the scheduler's log names the missing worker",
+                    cause="it is not ready, or does not answer: it is the one without the last "
+                    "Ready in the scheduler's log, scheduler.jsonl",
                 )
             return self._skip_reason
 

@@ -76,7 +76,8 @@ class Replicas:
             other = padded.rstrip(b"\0").decode()
             if other != call:
                 raise PolicyError(
-                    f"rank {self.rank} is in {call}, and rank {rank} in {other}",
+                    f"rank {self.ranks[self.rank]} is in {call}, and rank {self.ranks[rank]} in "
+                    f"{other}",
                     expected="all workers in the same call",
                     fix="call it on all workers, even if only one needs the result",
                 )

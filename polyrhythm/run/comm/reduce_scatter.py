@@ -121,12 +121,15 @@ class GlooCollectives:
         timeout: Seconds,
         owners: Sequence[int] | None = None,
         num_sockets: int = 1,
+        names: Sequence[str] | None = None,
     ) -> None:
         """`owners` are the ranks in the group that own the shards, by default in order.
 
-        `num_sockets`: of the group, per peer; equal on all workers.
+        `num_sockets`: of the group, per peer; equal on all workers. `names`: of the members in
+        errors; None for ranks in the group.
         """
         self.num_workers = group.size()
+        self._names = names or [f"rank {rank}" for rank in range(self.num_workers)]
         owners = range(self.num_workers) if owners is None else owners
         self.rank = owners.index(group.rank())  # of its shard
         self._group, self._num_sockets = group, num_sockets
@@ -176,7 +179,7 @@ class GlooCollectives:
     ) -> "_GroupMessages":
         """Post a receive from each other worker, in the order of `others`."""
         timeout = timedelta(seconds=self.timeout)
-        messages = _GroupMessages(self._group, timeout, self._num_sockets)
+        messages = _GroupMessages(self._group, timeout, self._num_sockets, self._names)
         self._exchange.receive(messages, into, tag=_tag(number, phase))
         return messages
 
@@ -217,24 +220,31 @@ class GlooCollectives:
 class _GroupMessages:
     """The messages of one collective in a gloo group; the wait ends when all have arrived."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, num_sockets: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: timedelta,
+        num_sockets: int,
+        names: Sequence[str],
+    ) -> None:
         self._group, self._timeout, self._num_sockets = group, timeout, num_sockets
+        self._names = names
         self._works: list[tuple[int, dist.Work]] = []
 
     def receive(self, peer: int, into: Tensor, *, tag: int, shard: int) -> None:
-        with peer_errors(f"rank {peer}", "averaging"):  # fails at once if the peer is lost
+        with peer_errors(self._names[peer], "averaging"):  # fails at once if the peer is lost
             for part, own_tag in split_message(into, tag, self._num_sockets):
                 self._works.append((peer, self._group.recv([part], peer, own_tag)))
 
     def send(self, peer: int, tensor: Tensor, *, tag: int) -> None:
-        with peer_errors(f"rank {peer}", "averaging"):
+        with peer_errors(self._names[peer], "averaging"):
             for part, own_tag in split_message(tensor, tag, self._num_sockets):
                 self._works.append((peer, self._group.send([part], peer, own_tag)))
 
     def wait(self) -> None:
         try:
             for peer, work in self._works:
-                with peer_errors(f"rank {peer}", "averaging"):
+                with peer_errors(self._names[peer], "averaging"):
                     work.wait(self._timeout)
         except PeerError as error:
             if self._num_sockets > 1 and "imed out" in error.cause:

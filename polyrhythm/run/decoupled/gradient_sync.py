@@ -73,15 +73,17 @@ class ReplicaCollectives:
         node: str | None,
         call: str,
         timeout: Seconds,
+        names: Sequence[str],
     ) -> None:
         """`process_group` is torch's group of the replicas, if there is one.
 
         Replicas of one `site` average over NCCL; if there are several, of equally many replicas, it
         is the lower level of a hierarchy. None for gloo, where a `node` is that level. NCCL groups
         are made here, also if `process_group` has NCCL: these may be aborted after a failure.
+        `names`: of the replicas, in errors.
         """
         self._device, self._timeout = device, timeout
-        self.control = self._host = GlooCollectives(replicas.group, timeout=timeout)
+        self.control = self._host = GlooCollectives(replicas.group, timeout=timeout, names=names)
         own = site_of(site, device, process_group), node or _name_of_this_node(), device.type
         found = replicas.all_gather_object(own, call)
         sites, nodes, types = ([each[index] for each in found] for index in range(3))
@@ -95,6 +97,8 @@ class ReplicaCollectives:
         else:
             self._nodes = ranks_by_node(nodes if None in sites else sites)
         groups, inside = [replicas.group], None
+        # Inside this node and across nodes, if there is a hierarchy.
+        self._levels = list[GlooCollectives]()
         if self._nodes is not None:
             own_node = next(members for members in self._nodes if replicas.rank in members)
             local_index = own_node.index(replicas.rank)
@@ -102,18 +106,24 @@ class ReplicaCollectives:
             for where, members in (("inside", own_node), ("across", across_nodes)):
                 what = f"averaging gradients {where} nodes"
                 ranks = [replicas.ranks[member] for member in members]
-                groups.append(new_gloo_group(ranks, what, timeout=timeout, num_sockets=num_sockets))
+                made = new_gloo_group(ranks, what, timeout=timeout, num_sockets=num_sockets)
+                groups.append(made)
+                level = GlooCollectives(
+                    made,
+                    timeout=timeout,
+                    num_sockets=num_sockets,
+                    names=[names[member] for member in members],
+                )
+                self._levels.append(level)
                 if where == "inside" and None not in sites:
                     inside = self._new_nccl(ranks)
-        # Inside this node and across nodes, if there is a hierarchy.
-        self._levels = [
-            GlooCollectives(group, timeout=timeout, num_sockets=num_sockets) for group in groups[1:]
-        ]
         if self._nccl is None and num_sockets > 1:
             what = "averaging gradients over several sockets"
             made = new_gloo_group(replicas.ranks, what, timeout=timeout, num_sockets=num_sockets)
             groups.append(made)
-            self._host = GlooCollectives(made, timeout=timeout, num_sockets=num_sockets)
+            self._host = GlooCollectives(
+                made, timeout=timeout, num_sockets=num_sockets, names=names
+            )
         self._nccl_inside = inside
         self._groups = [*groups, *self._nccl_groups]
         self.comm_thread = CommThread(self._groups, timeout=timeout)

@@ -173,6 +173,7 @@ class DistributedOptimizer(Optimizer):
             node=node,
             call=_CONSTRUCTOR,
             timeout=timeout,
+            names=_names_of(ranks, stage),
         )
         self._num_steps = 0
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
@@ -816,6 +817,14 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+def _names_of(ranks: Sequence[int], stage: Pipeline | None) -> list[str]:
+    """Return how errors name each replica: by its rank in the job, and its worker if known."""
+    if stage is None:
+        return [f"rank {rank}" for rank in ranks]
+    workers = (Worker(stage.stage, replica) for replica in range(len(ranks)))
+    return [f"{worker} (rank {rank})" for worker, rank in zip(workers, ranks, strict=True)]
 
 
 def _norm_of(

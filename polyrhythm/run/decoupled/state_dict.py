@@ -106,7 +106,10 @@ class BackgroundGather:
 
     def collectives(self, shard_owners: Sequence[int] | None) -> Collectives:
         """Return the collectives for a gather from the replicas that own the shards."""
-        return GlooCollectives(self.replicas.group, timeout=self._timeout, owners=shard_owners)
+        names = [f"rank {rank}" for rank in self.replicas.ranks]
+        return GlooCollectives(
+            self.replicas.group, timeout=self._timeout, owners=shard_owners, names=names
+        )
 
 
 def unsharded_param_groups(
