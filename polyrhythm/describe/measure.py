@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from polyrhythm.describe.sample import Sample
-from polyrhythm.errors import DescriptionError, is_out_of_memory
+from polyrhythm.errors import DescriptionError, LaunchError, is_out_of_memory
 from polyrhythm.types import Seconds
 
 _SMALLEST, _LARGEST = 256, 16_384  # rows of a matrix; the largest takes 1 GiB in float32
@@ -66,6 +66,24 @@ def device_of(name: str, *, index: int = 0) -> torch.device:
             fix="use --device cpu",
         )
     return torch.device("cuda", index % torch.cuda.device_count())
+
+
+def check_usable(device: torch.device) -> None:
+    """Refuse a device that is neither a CPU nor a GPU of this machine; raises LaunchError."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < num_gpus):
+        return
+    wrong, expected = f"device={str(device)!r}", "a CPU or a CUDA device"
+    fix = "pass 'cuda' or 'cpu', or omit device="
+    if device.type == "cuda" and not num_gpus:
+        wrong += " on a machine without a usable GPU"
+        expected = "a GPU that torch can use (`polyrhythm doctor` says why not)"
+        fix = "pass 'cpu', or omit device=: then a GPU is used if there is one"
+    elif device.type == "cuda":
+        wrong += f" on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}"
+        expected = f"an index below {num_gpus}"
+        fix = "pass 'cuda': each process of a machine then uses the GPU of its local rank"
+    raise LaunchError(wrong, expected=expected, fix=fix)
 
 
 def device_text(device: torch.device) -> str:

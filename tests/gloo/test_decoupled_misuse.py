@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,13 @@ def test_clip_grad_value_on_shards_matches_single_process(tmp_path: Path) -> Non
         return same
 
     assert run_stages(2, work, tmp_path) == [True, True]
+
+
+def test_parameters_without_values_are_refused(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> list[str]:
+        on_meta, lazy = stack().to("meta"), nn.Sequential(nn.LazyLinear(2))
+        return [error_of(partial(wrap_optimizer, x, adam(x))) for x in (on_meta, lazy)]
+
+    for on_meta, lazy in run_stages(2, work, tmp_path):
+        assert on_meta.startswith("a model with parameters on the meta device, without values")
+        assert lazy.startswith("a model with lazy parameters, without values")

@@ -1,6 +1,9 @@
 """Models that are sharded, spread over devices, without values, or on another device."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.functional import mse_loss
 
 from polyrhythm.errors import LaunchError, ScheduleError
 from polyrhythm.run.pipeline.pipeline import Pipeline
+from polyrhythm.run.trainer.config import DeviceConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import model, samples
 
@@ -26,9 +30,10 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def refusal(module: nn.Module) -> LaunchError:
+def refusal(module: nn.Module, device: Any = None) -> LaunchError:
+    optimizer_fn = partial(torch.optim.SGD, lr=0.1)
     with pytest.raises(LaunchError) as caught:
-        Trainer(module, mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), samples(), batch_size=4)
+        Trainer(module, mse_loss, optimizer_fn, samples(), batch_size=4, device=device)
     return caught.value
 
 
@@ -75,6 +80,63 @@ def test_trainer_refuses_a_model_spread_over_devices() -> None:
     assert "device_map" in error.fix
 
 
+WRAPPERS = [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, nn.DataParallel]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning")  # with one process
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_trainer_refuses_wrappers(
+    wrapper: Callable[[nn.Module], nn.Module], is_whole: bool, mesh: DeviceMesh
+) -> None:
+    options = {"device_id": torch.device("cpu")} if wrapper is FullyShardedDataParallel else {}
+    whole = model()
+    if is_whole:
+        error = refusal(wrapper(whole, **options))
+    else:
+        whole[2] = wrapper(whole[2], **options)
+        error = refusal(whole)
+    assert error.wrong == f"a model wrapped in {wrapper.__name__}"
+    assert "model.module" in error.fix
+
+
+def test_trainer_refuses_layers_without_a_shape() -> None:
+    whole = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))
+    assert refusal(whole).wrong == "weights without a shape yet, such as 0.weight"
+
+
+DEVICES = {
+    "cuda": "device='cuda' on a machine without a usable GPU",
+    "cuda:1": "device='cuda:1' on a machine without a usable GPU",
+    "meta": "device='meta'",
+    "mps": "device='mps'",
+    0: "device=0",
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(("device", "wrong"), DEVICES.items())
+def test_devices_that_are_not_there_are_refused(device: Any, wrong: str) -> None:
+    assert refusal(model(), device=device).wrong == wrong
+    if isinstance(device, str):
+        with pytest.raises(LaunchError, match=re.escape(wrong)):
+            Pipeline(model(), 2, mse_loss, schedule="1f1b", device=device)
+
+
+def test_a_gpu_beyond_those_of_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    error = refusal(model(), device="cuda:2")
+    assert error.wrong == "device='cuda:2' on a machine with 2 GPUs"
+    assert error.expected == "an index below 2"
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_memory_limit_of_nothing_is_refused(limit: int) -> None:
+    with pytest.raises(LaunchError, match=f"memory_limit={limit}"):
+        DeviceConfig(memory_limit=limit)
+
+
 def step_error(module: nn.Module, device: str) -> ScheduleError:
     pipeline = Pipeline(module, 2, mse_loss, schedule="1f1b", device=device)
     with pipeline, pytest.raises(ScheduleError) as caught:
@@ -82,7 +144,11 @@ def step_error(module: nn.Module, device: str) -> ScheduleError:
     return caught.value
 
 
-def test_pipeline_refuses_a_module_on_another_device_before_its_first_step() -> None:
+def test_pipeline_refuses_a_module_on_another_device_before_its_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     error = step_error(model(), "cuda:1")
     assert error.wrong == "device='cuda:1', and the module of stage 0 is on cpu"
     assert "pipeline.module.to('cuda:1')" in error.fix

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -205,6 +206,28 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(
         for _, _, norms, _ in found:
             assert len(norms) == STEPS
             assert sum(not math.isfinite(norm) for norm in norms) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_pipelines", "on_nan", "end"),
+    [
+        (1, "warn", ", and weights may become so; checkpoints with finite weights are kept"),
+        (1, "skip", ": the step is skipped"),
+        (2, "warn", ": stages whose gradients are not finite skip the step"),
+    ],
+)
+def test_the_warning_of_a_loss_that_is_not_finite_says_what_happens(
+    num_pipelines: int, on_nan: str, end: str, tmp_path: Path
+) -> None:
+    logger, handler = logging.getLogger("polyrhythm"), logging.FileHandler(tmp_path / "log")
+    logger.addHandler(handler)
+    try:
+        fit_with_nan(tmp_path, 1, num_pipelines, on_nan)
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+    expected = f"the loss of pipeline {num_pipelines - 1} is nan{end}\n"
+    assert expected in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from polyrhythm.describe.units import parse
@@ -126,6 +127,15 @@ def _check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
                     "a model with sharded parameters (DTensor)",
                     expected="whole parameters on every worker",
                     fix="omit fully_shard: it averages gradients itself",
+                )
+            if is_lazy(parameter) or parameter.is_meta:
+                what = "lazy parameters" if is_lazy(parameter) else "parameters on the meta device"
+                raise PolicyError(
+                    f"a model with {what}, without values",
+                    expected="weights with values on every worker; those of the first are sent to "
+                    "the others",
+                    fix="call the model once, or model.to_empty(device=...) and load its weights, "
+                    "before this optimizer is created",
                 )
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     if len(devices) != 1:

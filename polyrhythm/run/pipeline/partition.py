@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from polyrhythm.describe.measure import check_usable
 from polyrhythm.errors import PlanError, ScheduleError
 from polyrhythm.plan.plan import PipelinePlan, Plan, even_plan
 from polyrhythm.run.pipeline.find_split import (
@@ -348,6 +349,7 @@ def module_device(module: nn.Module, device: torch.device | str | None) -> torch
     """Return the device on which a stage runs: where its module is, unless given."""
     if device is not None:
         device = torch.device(device)
+        check_usable(device)
         is_any = device.type == "cuda" and device.index is None
         return torch.device("cuda", torch.cuda.current_device()) if is_any else device
     parameter = next(module.parameters(), None)

@@ -13,8 +13,10 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import LaunchError, PlanError
@@ -34,11 +36,19 @@ _logger = logging.getLogger(__name__)
 _NUM_SAMPLES = 2  # of an example
 _MAX_TOKENS = 64  # of each: a long text shows nothing more, and a large model runs on a CPU here
 _LABELS = ("labels", "start_positions")  # arguments of models that compute their loss
+_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 _COPIES = 4  # weights, and gradients of both sides
 
 
 def check_placement(model: nn.Module) -> None:
-    """Refuse weights that are sharded, spread over devices, or without values."""
+    """Refuse wrappers, and weights that are sharded, spread over devices, or without values."""
+    wrapped = [each for each in model.modules() if isinstance(each, _WRAPPERS)]
+    if wrapped:
+        raise LaunchError(
+            f"a model wrapped in {type(wrapped[0]).__name__}",
+            expected="the model itself, which the Trainer divides into stages and replicas",
+            fix="pass the module inside, such as model.module: sync= averages the replicas",
+        )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     sharded = [name for name, tensor in tensors.items() if isinstance(tensor, DTensor)]
     if sharded or any(isinstance(each, FSDPModule) for each in model.modules()):
@@ -48,6 +58,14 @@ def check_placement(model: nn.Module) -> None:
             expected="whole weights, which the Trainer divides into stages and replicas by itself",
             fix="pass the model before fully_shard or parallelize_module; for these inside a stage "
             "use Pipeline in a loop of your own",
+        )
+    lazy = [name for name, tensor in tensors.items() if is_lazy(tensor)]
+    if lazy:
+        raise LaunchError(
+            f"weights without a shape yet, such as {lazy[0]}",
+            expected="a model whose lazy layers have run once",
+            fix="call it on one sample before the Trainer, or pass a function that does so and "
+            "returns it",
         )
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:

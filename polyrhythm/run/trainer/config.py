@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from polyrhythm.describe.measure import check_usable
 from polyrhythm.errors import LaunchError
 from polyrhythm.plan.degrees import Degrees
 from polyrhythm.plan.options import Recompute
@@ -142,9 +143,12 @@ class DeviceConfig:
         if self.backend not in (AUTO, "nccl", "gloo"):
             raise _invalid("backend", self.backend, "'auto', 'nccl' or 'gloo'")
         try:
-            torch.device(self.name or "cpu")
-        except (RuntimeError, TypeError):
+            torch.device("cpu" if self.name is None else str(self.name))
+        except RuntimeError:
             raise _invalid("device", self.name, "a torch device such as 'cuda:1'") from None
+        limit = self.memory_limit
+        if isinstance(limit, int) and limit <= 0:
+            raise _invalid("memory_limit", limit, "bytes, 1 or more, or a text such as '20GiB'")
         if self.recompute not in get_args(Recompute):
             raise _invalid("recompute", self.recompute, "'auto', 'never' or 'always'")
         if self.autocast not in (None, torch.bfloat16, torch.float16):
@@ -159,6 +163,11 @@ class DeviceConfig:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type, self.autocast)
+
+    def check_usable(self) -> None:
+        """Refuse a device that this machine lacks."""
+        if self.name is not None:
+            check_usable(torch.device(self.name))
 
     def check_parameters(self, named: NamedParameters) -> None:
         """Refuse float16 parameters: small gradients are 0 in float16, before they are unscaled."""

@@ -1114,9 +1114,12 @@ class Phase:
             return problem
         is_warned_here = self._context.is_leader or not math.isfinite(info.own.loss or 0.0)
         if was_finite and bad and is_warned_here:
-            _logger.warning(
-                "%s, and weights may become so; checkpoints with finite weights are kept", problem
-            )
+            end = ", and weights may become so; checkpoints with finite weights are kept"
+            if self.strategy.drops_non_finite or self._progress.scaler is not None:
+                end = ": the step is skipped"
+            elif self.mode.exact and len(info.pipelines) > 1:
+                end = ": stages whose gradients are not finite skip the step"
+            _logger.warning("%s%s", problem, end)
         return ""
 
     def lost_pipelines(self) -> set[int]:

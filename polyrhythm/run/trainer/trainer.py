@@ -214,6 +214,7 @@ class Trainer:
         whole = build_model(model, config.data.seed)
         check_placement(whole)
         check_loss(config, whole)
+        config.device.check_usable()
         config.device.check_parameters(whole.named_parameters())
         processes = JobProcesses(timeout)
         find_split(config, whole, dataset, processes.num_processes)
