@@ -25,7 +25,7 @@ from polyrhythm.run.machine import usable_memory
 from polyrhythm.run.probe import probe as probing
 from polyrhythm.run.probe.link import PeerChannel, as_source, as_target
 from polyrhythm.run.probe.probe import ProbeEffort, ProbeOptions, probe
-from polyrhythm.run.trainer.rank_assignment import Gpu, choose_sites, describe_sites
+from polyrhythm.run.trainer.rank_assignment import Gpu, choose_sites, describe_backends
 from tests.gloo.commands import ForkedCommand, run_forked
 from tests.grids import long_except
 
@@ -253,7 +253,10 @@ def test_plan_of_a_probed_cluster_trains_over_nccl_inside_each_machine(tmp_path:
     gpus = [Gpu(device[0], device) for device in devices]
     sites = choose_sites("auto", gpus, [plan.region_of(worker) for worker in workers])
     assert sites == [device[0] for device in devices]
-    assert describe_sites(sites).count("NCCL between 4 workers in ") == 2
+    of_workers = dict(zip(workers, sites, strict=True))
+    assert describe_backends(of_workers, is_decoupled=True) == (
+        "NCCL between stages in 4 of 6 places, gloo in the others, NCCL between replicas"
+    )
 
 
 def test_sites_of_a_probed_cluster() -> None:

@@ -16,11 +16,12 @@ from polyrhythm.run.trainer.rank_assignment import (
     Gpu,
     JobProcesses,
     choose_sites,
-    describe_sites,
+    describe_backends,
     device_of_process,
 )
 from polyrhythm.types import Worker
 
+NEEDS = "(NCCL needs a GPU for each, and equally many in each region)"
 GPUS = [Gpu(host, f"{host}{number}") for host in "ab" for number in range(2)]
 
 
@@ -98,17 +99,33 @@ def test_nccl_is_refused_without_a_gpu_for_each_worker(
 
 
 @pytest.mark.parametrize(
-    ("sites", "text"),
+    ("num_stages", "sites", "text"),
     [
-        (["", ""], "NCCL between 2 workers"),
-        (["eu", "eu", "us"], "NCCL between 2 workers in eu, gloo between regions"),
-        (["eu", "eu", None], "NCCL between 2 workers in eu, gloo between the others"),
-        (["eu", "us"], "gloo between all workers"),
-        ([None, None], "gloo between all workers"),
+        (1, ["", ""], "NCCL between replicas"),
+        (1, ["eu", "eu", "us", "us"], "NCCL between replicas of a region, gloo between regions"),
+        (1, ["eu", "us"], "gloo between replicas"),
+        (1, [None, None], "gloo between replicas"),
+        (1, ["eu", "eu", "us"], f"gloo between replicas {NEEDS}"),
+        (1, ["", "", None], f"gloo between replicas {NEEDS}"),
+        (2, ["eu", "eu"], "NCCL between stages"),
+        (2, ["eu", None], "gloo between stages"),
+        (2, ["", "", "", ""], "NCCL between stages, NCCL between replicas"),
+        (2, ["eu", "us", "eu", "us"], "gloo between stages, NCCL between replicas"),
+        (2, ["eu", "eu", "us", "us"], "NCCL between stages, gloo between replicas"),
+        (
+            2,
+            ["eu", "eu", "eu", "us"],
+            "NCCL between stages in 1 of 2 places, gloo in the others, "
+            "stage 0: NCCL between replicas, stage 1: gloo between replicas",
+        ),
     ],
 )
-def test_description(sites: list[str | None], text: str) -> None:
-    assert describe_sites(sites) == text
+def test_backends_are_described(num_stages: int, sites: list[str | None], text: str) -> None:
+    places = (divmod(rank, num_stages) for rank in range(len(sites)))
+    of_workers = {Worker(s, p): site for (p, s), site in zip(places, sites, strict=True)}
+    assert describe_backends(of_workers, is_decoupled=True) == text
+    *_, averages = describe_backends(of_workers, is_decoupled=False).split(", ")
+    assert averages == "gloo between replicas" or len(sites) == num_stages
 
 
 def test_a_site_needs_a_gpu() -> None:

@@ -92,7 +92,8 @@ class ReplicaCollectives:
         self._nccl: dist.ProcessGroup | None = None  # of all replicas
         self._nccl_groups = list[dist.ProcessGroup]()  # of all replicas, or of this site
         self._nodes = None  # members by node or site, if there is a hierarchy
-        if None not in sites and len(set(sites)) == 1:  # NCCL builds its own hierarchy
+        reach = nccl_reach(sites)
+        if reach is NcclReach.ALL:
             self._nccl = self._new_nccl(replicas.ranks)
         else:
             self._nodes = ranks_by_node(nodes if None in sites else sites)
@@ -115,7 +116,7 @@ class ReplicaCollectives:
                     names=[names[member] for member in members],
                 )
                 self._levels.append(level)
-                if where == "inside" and None not in sites:
+                if where == "inside" and reach is NcclReach.INSIDE_SITES:
                     inside = self._new_nccl(ranks)
         if self._nccl is None and num_sockets > 1:
             what = "averaging gradients over several sockets"
@@ -688,6 +689,24 @@ def _sum(flat: Tensor) -> Tensor:
     """Sum in single precision: not finite if any number is not finite."""
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     return real.sum(dtype=torch.float32)
+
+
+class NcclReach(Enum):
+    """Between which replicas NCCL averages in `decoupled`."""
+
+    NONE = auto()
+    INSIDE_SITES = auto()  # gloo between them
+    ALL = auto()
+
+
+def nccl_reach(sites: Sequence[str | None]) -> NcclReach:
+    """Return what the sites of all replicas of a stage allow."""
+    if None in sites:
+        return NcclReach.NONE
+    if len(set(sites)) == 1:  # NCCL builds its own hierarchy
+        return NcclReach.ALL
+    nodes = [site for site in sites if site is not None]
+    return NcclReach.NONE if ranks_by_node(nodes) is None else NcclReach.INSIDE_SITES
 
 
 def ranks_by_node(nodes: Sequence[str]) -> list[list[int]] | None:

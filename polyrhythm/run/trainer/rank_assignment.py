@@ -9,7 +9,7 @@ plan: pipeline by pipeline, stages in order.
 import os
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import job_mesh
 from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend, prefixed
+from polyrhythm.run.decoupled.gradient_sync import NcclReach, nccl_reach
 from polyrhythm.run.machine import DEVICE, machine_name
 from polyrhythm.run.probe.probe import distinct_names
 from polyrhythm.types import Seconds, Worker
@@ -169,18 +170,37 @@ def choose_sites(
     ]
 
 
-def describe_sites(sites: Sequence[str | None]) -> str:
-    """Return which workers use NCCL, for the user."""
-    sizes = Counter(site for site in sites if site is not None)
-    several = {site: number for site, number in sizes.items() if number > 1}
-    if not several:
-        return "gloo between all workers"
-    parts = [f"NCCL between {n} workers{site and f' in {site}'}" for site, n in several.items()]
-    if None in sites:
-        parts.append("gloo between the others")
-    elif len(sizes) > 1:
-        parts.append("gloo between regions")
+def describe_backends(sites: Mapping[Worker, str | None], *, is_decoupled: bool) -> str:
+    """Return what connects the workers, for the user; `is_decoupled`: the sync mode may be."""
+    num_stages, num_pipelines = (max(numbers) + 1 for numbers in zip(*sites, strict=True))
+    parts = list[str]()
+    if num_stages > 1:
+        links = [(w, Worker(w.stage + 1, w.pipeline)) for w in sites if w.stage < num_stages - 1]
+        over_nccl = [sites[a] is not None and sites[a] == sites[b] for a, b in links]
+        text = f"NCCL between stages in {sum(over_nccl)} of {len(links)} places, gloo in the others"
+        if all(over_nccl) or not any(over_nccl):
+            text = f"{'NCCL' if all(over_nccl) else 'gloo'} between stages"
+        parts.append(text)
+    if num_pipelines > 1:
+        of_stages = [[sites[Worker(s, p)] for p in range(num_pipelines)] for s in range(num_stages)]
+        texts = [_between_replicas(each if is_decoupled else [None]) for each in of_stages]
+        if len(set(texts)) > 1:
+            texts = [f"stage {stage}: {text}" for stage, text in enumerate(texts)]
+        parts += dict.fromkeys(texts)
     return ", ".join(parts)
+
+
+def _between_replicas(sites: Sequence[str | None]) -> str:
+    """Describe what averages the replicas of a stage in `decoupled`."""
+    match nccl_reach(sites):
+        case NcclReach.ALL:
+            return "NCCL between replicas"
+        case NcclReach.INSIDE_SITES:
+            return "NCCL between replicas of a region, gloo between regions"
+        case NcclReach.NONE:
+            in_site = Counter(site for site in sites if site is not None)
+            why = " (NCCL needs a GPU for each, and equally many in each region)"
+            return f"gloo between replicas{why if max(in_site.values(), default=0) > 1 else ''}"
 
 
 def assign_ranks(plan: Plan, names: Sequence[str]) -> list[int]:

@@ -72,7 +72,7 @@ from polyrhythm.run.trainer.rank_assignment import (
     Gpu,
     JobProcesses,
     choose_sites,
-    describe_sites,
+    describe_backends,
     device_of_process,
     join_job,
 )
@@ -523,7 +523,7 @@ class Trainer:
             metric_store=membership.job_store("metrics"),
             machines=self._gather_machines(store),
             site=self._site,
-            note=self._backend_note,
+            note=self._backends and f"backend: {self._backends}",
         )
 
     def _make_checkpointer(
@@ -610,11 +610,15 @@ class Trainer:
         own = Gpu.of(device)
         kind: Any = Gpu | None
         gpus = store.all_gather_object("backends", own, members, as_type=kind)
-        regions = [plan.region_of(plan.worker(rank)) for rank in members.ranks]
+        workers = [plan.worker(rank) for rank in members.ranks]
+        regions = [plan.region_of(worker) for worker in workers]
         sites = choose_sites(self._config.device.backend, gpus, regions)
-        self._backend_note = ""
-        if device.type == "cuda" and len(sites) > 1:
-            self._backend_note = f"backend: {describe_sites(sites)}"
+        self._backends = ""
+        if len(sites) > 1 and any(gpus):
+            of_workers = dict(zip(workers, sites, strict=True))
+            is_decoupled = self._config.sync.first_mode.decoupled
+            self._backends = describe_backends(of_workers, is_decoupled=is_decoupled)
+            _logger.info("backend: %s", self._backends)
         return sites[plan.rank(self.worker)]
 
     def _check_capabilities(self, device: torch.device, store: JobStore) -> None:
@@ -730,6 +734,8 @@ class Trainer:
                 "device": str(self.pipeline.device),
                 "torch": str(torch.__version__),
             }
+            if self._backends:
+                values["backend"] = self._backends
             self._log.write("run", name="trainer", values=values)
 
     def _exit_preempted(self, status: int) -> NoReturn:
