@@ -27,7 +27,8 @@ def adamw(
 ) -> Callable[[NamedParameters], Optimizer]:
     """Return an `optimizer_fn` that makes torch's AdamW, with its further options.
 
-    Biases and the weights of norms, which have fewer than two dimensions, are not decayed.
+    Biases and the weights of norms, which have fewer than two dimensions, are not decayed. On a GPU
+    it is fused by default: in float16, or with on_nan="skip", the host then waits for no step.
     """
 
     def make(named: NamedParameters) -> Optimizer:
@@ -37,7 +38,13 @@ def adamw(
         # Both groups on every stage, also an empty one: stages have the same groups.
         groups: list[dict[str, Any]] = [{"params": decayed}]
         groups.append({"params": others, "weight_decay": 0.0})
-        return AdamW(groups, lr=lr, weight_decay=weight_decay, **options)
+        for group in groups:
+            if not group["params"]:  # torch wants names in all groups, or in none
+                group["param_names"] = []
+        chosen = {"fused", "foreach", "differentiable"} & options.keys()
+        is_on_gpu = all(p.is_cuda and p.is_floating_point() for _, p in named)
+        kernels = {"fused": True} if is_on_gpu and not chosen else {}
+        return AdamW(groups, lr=lr, weight_decay=weight_decay, **options, **kernels)
 
     return make
 
