@@ -30,6 +30,8 @@ from tests.gloo.pipelines import (
     run_stages,
     stack_of,
 )
+from tests.gloo.replicas import run_with_failures
+from tests.gloo.survivors import KILLED, SURVIVORS, train_with_survivors
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.device_count(), reason="this machine has no CUDA device"),
@@ -239,6 +241,19 @@ def test_survivors_of_a_killed_rank_connect_again(tmp_path: Path) -> None:
         "sum0": "4.0",
         "sum2": "4.0",
     }
+
+
+@pytest.mark.timeout(120)
+def test_survivors_of_a_killed_replica_average_again_over_nccl(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[list[str], dict[str, Tensor]]:
+        name_host(ctx)
+        torch.cuda.set_device(DEVICE)
+        return train_with_survivors(ctx, DEVICE, "here")
+
+    found = run_with_failures(3, work, tmp_path, lost={KILLED}, timeout=90.0)
+    (errors, weights), (_, others) = (found[rank] for rank in SURVIVORS)
+    assert len(errors) == 1
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.timeout(150)
