@@ -38,6 +38,7 @@ def test_quick_parts_have_their_figures() -> None:
     names = "pipeline_1stage", "gloo_decoupled_350m", "overlap", "hook_us", "step1_peak"
     assert {*names, "host_syncs", "memory_ratio_tiny_1f1b_stage1"} <= found.keys()
     assert 0.5 < found["step1_peak"] < 1.5
+    assert found["host_syncs"] <= 1
 
 
 def stack() -> tuple[nn.Module, Tensor, object]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
+from polyrhythm.errors import TrainingError
+from polyrhythm.plan.options import Recompute
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline.partition import build_model
@@ -37,12 +39,13 @@ def model() -> nn.Sequential:
 
 
 def compiled() -> nn.Sequential:
+    """Return the same model as compiled blocks of two layers, and the last one."""
     warnings.simplefilter("ignore")  # pytest turns those of torch's compiler into errors
-    built = model()
-    for layer in built:
-        if isinstance(layer, nn.Linear):
-            layer.compile()
-    return built
+    layers = list(model())
+    blocks = [nn.Sequential(*layers[i : i + 2]) for i in range(0, 6, 2)]
+    for block in blocks:
+        block.compile()
+    return nn.Sequential(*blocks, layers[6])
 
 
 def losses(
@@ -52,9 +55,12 @@ def losses(
     sync: str,
     backend: str = "auto",
     build: Callable[[], nn.Sequential] = model,
+    layers_per_stage: tuple[int, ...] = (),
+    recompute: Recompute = "auto",
 ) -> list[float]:
     """Return the loss of each global batch; the test's own process does not touch the GPU."""
-    plan = Plan(layers_per_stage=LAYERS[num_stages], pipelines=(PipelinePlan(),) * num_pipelines)
+    layers_per_stage = layers_per_stage or LAYERS[num_stages]
+    plan = Plan(layers_per_stage=layers_per_stage, pipelines=(PipelinePlan(),) * num_pipelines)
     inputs = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def work(ctx: DistContext) -> None:
@@ -72,7 +78,7 @@ def losses(
             sync=sync,
             batch_size=32,
             microbatch_size=4,
-            device=DeviceConfig("cuda", backend=backend),
+            device=DeviceConfig("cuda", backend=backend, recompute=recompute),
             clip_grad_norm=0.5,
             run_dir=folder / "run",
             checkpoint=CheckpointConfig(every=5),  # a second one may be skipped: the disk is slow
@@ -121,10 +127,92 @@ def test_stages_and_replicas_on_one_gpu_match_single_process(
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
 def test_compiled_layers_train_alike_on_two_replicas(tmp_path: Path, sync: str) -> None:
-    """Hooks wait for weights before each layer, and take gradients of compiled backwards."""
+    """Weights are waited for before each block, outside of its graph."""
     expected = losses(tmp_path / "alone", 1, 1, "auto")
-    actual = losses(tmp_path / "found", 1, 2, sync, build=compiled)
+    actual = losses(tmp_path / "found", 1, 2, sync, build=compiled, layers_per_stage=(4,))
     assert actual == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("num_stages", "num_pipelines"), [(1, 1), (2, 2)])
+def test_stages_that_recompute_have_the_same_losses(
+    tmp_path: Path, num_stages: int, num_pipelines: int
+) -> None:
+    expected = losses(tmp_path / "alone", 1, 1, "auto")
+    shape = num_stages, num_pipelines
+    actual = losses(tmp_path / "found", *shape, "auto", recompute="always")
+    assert actual == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_a_checkpoint_that_was_copied_during_training_has_the_weights_of_its_step(
+    tmp_path: Path,
+) -> None:
+    inputs = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def made() -> Trainer:
+        return Trainer(
+            model,
+            mse_loss,
+            partial(torch.optim.AdamW, lr=1e-2),
+            TensorDataset(inputs, inputs[:, :4].tanh()),
+            batch_size=32,
+            microbatch_size=4,
+            device="cuda",
+            run_dir=tmp_path / "run",
+            checkpoint=CheckpointConfig(every=5),
+        )
+
+    def train() -> tuple[list[float], list[float]]:
+        with made() as trainer:
+            whole = list(trainer.fit(max_steps=NUM_STEPS, progress=False).losses)
+        with made() as trainer:
+            assert trainer.restore(tmp_path / "run" / "checkpoints" / "step-00000005") == 5
+            rest = trainer.fit(max_steps=NUM_STEPS, progress=False, overwrite=True).losses
+        return whole[5:], list(rest)
+
+    expected, found = run_single_process(train, tmp_path)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Hungry(nn.Module):
+    """Asks for a pebibyte in the forward of its tenth micro-batch."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 10:
+            torch.empty(2**50, dtype=torch.uint8, device=x.device)
+        return x
+
+
+@pytest.mark.timeout(120)
+def test_running_out_of_memory_in_a_step_names_the_worker_and_what_it_holds(
+    tmp_path: Path,
+) -> None:
+    inputs = torch.randn(128, WIDTH)
+
+    def train() -> str:
+        with (
+            pytest.raises(TrainingError) as caught,
+            Trainer(
+                lambda: nn.Sequential(*model(), Hungry()),
+                mse_loss,
+                partial(torch.optim.AdamW, lr=1e-3),
+                TensorDataset(inputs, inputs[:, :4]),
+                batch_size=32,
+                microbatch_size=4,
+                device="cuda",
+            ) as trainer,
+        ):
+            trainer.fit(max_steps=NUM_STEPS, progress=False)
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+        return str(caught.value)
+
+    error = run_single_process(train, tmp_path)
+    assert "s0p0" in error
+    assert "F1" in error, "the tenth micro-batch is the second one of the second step"
 
 
 # Not pytest.importorskip: torchao's import uses the GPU, and this process forks.
