@@ -3,6 +3,7 @@
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.functional import mse_loss
 from polyrhythm.errors import PeerError
 from polyrhythm.run.checkpoint.checkpointer import Checkpointer
 from polyrhythm.run.checkpoint.manifest import CheckpointError
+from polyrhythm.run.checkpoint.state import StagedCopies, Staging
 from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import abort
@@ -72,6 +74,86 @@ def test_async_state_dict_is_a_snapshot(bucket_bytes: int | str, tmp_path: Path)
             for key, value in entry.items():
                 assert torch.equal(found["state"][index][key], value)
                 assert not torch.equal(now["state"][index][key], value)
+
+
+class LateCopies:
+    """Copies of a GPU that reads the tensors when its next work waits for them, or in the end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_end = threading.Event()
+        self.memory: list[Staging] = []  # of each save
+        self.waiting_threads: list[threading.Thread] = []
+        stream = SimpleNamespace(wait_event=lambda event: event.run())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        monkeypatch.setattr(Staging, "_start_copies", lambda *args: self._start(*args))
+
+    def _start(self, staging: Staging, tensors: dict[str, torch.Tensor]) -> StagedCopies:
+        if not tensors:
+            return StagedCopies(staging._copies, {})
+        self.memory.append(staging)
+        waiting = dict(tensors)
+
+        def run() -> None:
+            while waiting:
+                name, value = waiting.popitem()
+                staging._copies[name].copy_(value)
+
+        def synchronize() -> None:
+            self.waiting_threads.append(threading.current_thread())
+            assert self.may_end.wait(20)
+            run()
+
+        event: Any = SimpleNamespace(run=run, synchronize=synchronize)
+        return StagedCopies(staging._copies, {torch.device("cpu"): event})
+
+
+def test_async_state_dict_is_a_snapshot_though_a_gpu_copies_it_late(tmp_path: Path) -> None:
+    """The next update waits for the copies on the GPU, and only the background on the host."""
+
+    def work(ctx: DistContext) -> tuple[list[Any], list[Any], int]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            net = stack()
+            optimizer = wrap_optimizer(net)
+            train_steps(ctx, net, optimizer, range(3))
+            copies, expected, futures = LateCopies(monkeypatch), list[Any](), list[Any]()
+            for save in range(3):  # the second one follows before an update
+                if save != 1:
+                    train_steps(ctx, net, optimizer, range(3 + save, 4 + save))
+                expected.append(optimizer.state_dict()["state"])
+                futures.append(optimizer.async_state_dict())
+            train_steps(ctx, net, optimizer, range(6, 9))
+            copies.may_end.set()
+            found = [future.result()["state"] for future in futures]
+            assert threading.main_thread() not in copies.waiting_threads
+            assert len(copies.waiting_threads) == 3
+            for _ in range(3):  # one after the other
+                optimizer.async_state_dict().result()
+            optimizer.close()
+        assert len({id(staging) for staging in copies.memory[:3]}) == 3, "all were in use"
+        return expected, found, len({id(staging) for staging in copies.memory[3:]})
+
+    for expected, found, num_memories in run_stages(2, work, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert num_memories == 1, "kept between saves"
+
+
+def test_state_that_is_read_between_steps_may_be_changed(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[Any, Any]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            net = stack()
+            optimizer = wrap_optimizer(net)
+            train_steps(ctx, net, optimizer, range(3))
+            copies, expected = LateCopies(monkeypatch), optimizer.state_dict()["state"]
+            future = optimizer.async_state_dict()
+            for entry in optimizer.state.values():
+                entry["exp_avg"].zero_()
+            copies.may_end.set()
+            found = future.result()["state"]
+            optimizer.close()
+        return expected, found
+
+    for expected, found in run_stages(2, work, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_async_state_dict_raises_on_lost_worker(tmp_path: Path) -> None:

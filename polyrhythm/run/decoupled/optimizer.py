@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.renamed import RenamedAttribute
+from polyrhythm.run.checkpoint.state import StagedCopies
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
 from polyrhythm.run.comm.process_groups import (
     DEFAULT_TIMEOUT,
@@ -117,6 +118,7 @@ class _CurrentBuckets:
     unseen: Sequence[int] = ()  # parameters that no forward hook waits for
     shard_of: dict[int, ParameterShard] = field(default_factory=dict)  # by index of a parameter
     background: BackgroundGather | None = None
+    copies: StagedCopies | None = None  # of the state, which a GPU may still make
 
 
 class DistributedOptimizer(Optimizer):
@@ -256,6 +258,7 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        self._wait_for_copies()  # the caller may change it
         return self._inner.state
 
     @property
@@ -441,7 +444,10 @@ class DistributedOptimizer(Optimizer):
         }
 
     def async_state_dict(self) -> Future[dict[str, Any]]:
-        """Copy this worker's shard now and gather the rest during training; called by all."""
+        """Copy this worker's shard and gather the rest during training; called by all.
+
+        On a GPU the copy overlaps the next forward and backward, and the host does not wait for it.
+        """
         _check_initialized()
         if not self._current.is_made:
             future: Future[dict[str, Any]] = Future()
@@ -452,20 +458,35 @@ class DistributedOptimizer(Optimizer):
         groups = self.whole_param_groups
         if self._current.background is None:
             self._current.background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
-        mode = self._current.candidate.mode
+        background, mode = self._current.background, self._current.candidate.mode
         owners = self._collectives.shard_owners(hierarchical=mode.is_hierarchical)
+        self._wait_for_copies()  # of the call before, if there was no update
+        memory = background.take_memory()
+        state, copies = copy_state_to_cpu(buckets, self._inner.state, memory)
+        self._current.copies = copies
         arguments = (
             buckets,
-            copy_state_to_cpu(buckets, self._inner.state),
-            self._current.background.collectives(owners),
-            self._current.background.replicas,
+            state,
+            background.collectives(owners),
+            background.replicas,
             _ASYNC_STATE_DICT,
             torch.device("cpu"),
         )
-        work = self._current.background.thread.start(
-            lambda: {"state": full_state(*arguments), "param_groups": groups}
-        )
-        return work.future  # every wait of the function has a timeout: a wait for it ends, too
+
+        def gather() -> dict[str, Any]:
+            copies.wait()
+            found = {"state": full_state(*arguments), "param_groups": groups}
+            background.unused_memory.append(memory)
+            return found
+
+        # A wait for it ends: its waits for workers have timeouts, and a copy that follows kernels
+        # of NCCL waits until the timeout of their group.
+        return background.thread.start(gather).future
+
+    def _wait_for_copies(self) -> None:
+        """Before the state changes: let a GPU wait for its copies; the host does not wait."""
+        if self._current.copies is not None:
+            self._current.copies.wait_on_device()
 
     pop_timings = RenamedAttribute("pop_stats()")
     state_later = RenamedAttribute("async_state_dict()")
@@ -589,6 +610,8 @@ class DistributedOptimizer(Optimizer):
 
     def _update(self) -> None:
         """Step the wrapped optimizer once, as its counters expect, and gather the weights."""
+        self._wait_for_copies()
+        self._current.copies = None
         marks = self._marks()
         self._gradient_sync.found_inf.grad = None  # it is not a weight
         if "found_inf" in marks:

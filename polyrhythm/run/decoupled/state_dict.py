@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.run.checkpoint.state import StagedCopies, Staging
 from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.process_groups import Replicas
 from polyrhythm.run.comm.reduce_scatter import Collectives, GlooCollectives
@@ -80,29 +81,55 @@ def gather_buckets(
 
 
 def copy_state_to_cpu(
-    buckets: Sequence[Bucket], state: Mapping[Tensor, Mapping[str, Any]]
-) -> dict[Tensor, dict[str, Any]]:
-    """Copy this worker's state to the CPU, where no step changes it."""
-    return {
-        s.parameter: {key: copied(value, "cpu") for key, value in state[s.parameter].items()}
-        for bucket in buckets
-        for s in bucket.shards
-        if s.parameter in state
+    buckets: Sequence[Bucket], state: Mapping[Tensor, Mapping[str, Any]], staging: Staging
+) -> tuple[dict[Tensor, dict[str, Any]], StagedCopies]:
+    """Start to copy this worker's state to the CPU, where no step changes it.
+
+    A step may change the state after `StagedCopies.wait_on_device`; the copies are complete after
+    `StagedCopies.wait`.
+    """
+    shards = [s for bucket in buckets for s in bucket.shards if s.parameter in state]
+    tensors = {
+        _copy_name(number, key): value.detach()
+        for number, shard in enumerate(shards)
+        for key, value in state[shard.parameter].items()
+        if isinstance(value, Tensor)
     }
+    copies = staging.copy_to_host(tensors, kept=tensors)
+    entries: dict[Tensor, dict[str, Any]] = {
+        shard.parameter: {
+            key: copies.tensors.get(_copy_name(number, key), value)
+            for key, value in state[shard.parameter].items()
+        }
+        for number, shard in enumerate(shards)
+    }
+    return entries, copies
+
+
+def _copy_name(number: int, key: str) -> str:
+    return f"{number}.{key}"
 
 
 class BackgroundGather:
     """Gather optimizer state while training continues, in a separate thread and process group.
 
     A checkpoint needs the whole state, of which each worker has a shard. Training waits only for
-    the copy of its own shard, not for the gather: over slow links that takes longer than a step.
-    Gathers run one after the other; all workers create this, and start each gather.
+    the copy of its own shard, on a GPU not before the next update and without the host; not for
+    the gather: over slow links that takes longer than a step. Gathers run one after the other; all
+    workers create this, and start each gather.
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
         self.replicas = Replicas(ranks, "gathering state", timeout=timeout)
         self.thread = CommThread([self.replicas.group], timeout=timeout)
         self._timeout = timeout
+        # Kept between gathers: to allocate memory takes longer than to copy. Each gather that is in
+        # progress has its own.
+        self.unused_memory: list[Staging] = []
+
+    def take_memory(self) -> Staging:
+        """Return memory for copies; append it to `unused_memory` after the gather."""
+        return self.unused_memory.pop() if self.unused_memory else Staging()
 
     def collectives(self, shard_owners: Sequence[int] | None) -> Collectives:
         """Return the collectives for a gather from the replicas that own the shards."""
@@ -223,8 +250,8 @@ def on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def copied(value: Any, device: str | None = None) -> Any:
-    return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _summary(value: Any) -> _Summary:
