@@ -1,4 +1,4 @@
-"""Pings between stages measure the latency and the clock offset; events that of a GPU."""
+"""Pings between stages measure the latency and the clock offset; events the times of a GPU."""
 
 import time
 from pathlib import Path
@@ -13,13 +13,16 @@ from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.pipeline import autotune
 from polyrhythm.run.pipeline.autotune import (
     ClockOffset,
+    ScheduleAutotuner,
     StageReport,
     combined_times,
     measure_offsets,
 )
-from polyrhythm.run.pipeline.executor import DeviceClock, Moment
+from polyrhythm.run.pipeline.batch import BatchHeader
+from polyrhythm.run.pipeline.executor import DeviceClock, Moment, StageCompute, Timing
 from polyrhythm.run.pipeline.partition import linear_wiring
 from polyrhythm.run.pipeline.transport import Connections
+from polyrhythm.types import Op
 
 NUM_STAGES = 4
 ROUNDS = 5
@@ -104,13 +107,22 @@ def test_fastest_round_trip_is_used(tmp_path: Path) -> None:
 
 
 class GpuEvent:
-    """An event that a GPU runs at a time of its own clock."""
+    """An event that a GPU runs at a time of its own clock, which shows `now`."""
+
+    now, num_waits = 0.0, 0
 
     def __init__(self, ran_at: float) -> None:
         self.ran_at = ran_at
 
     def elapsed_time(self, later: "GpuEvent") -> float:
         return (later.ran_at - self.ran_at) * 1e3  # in milliseconds, as CUDA does
+
+    def query(self) -> bool:
+        return self.ran_at <= GpuEvent.now
+
+    def synchronize(self) -> None:
+        GpuEvent.num_waits += 1
+        GpuEvent.now = max(GpuEvent.now, self.ran_at)
 
 
 def moment(ran_at: float, recorded: float) -> Moment:
@@ -155,3 +167,87 @@ def test_transfers_over_nccl_have_the_times_of_their_senders() -> None:
     )
     links = [(link.busy, link.latency) for link in (*found.activations, *found.gradients)]
     assert links == [((0.1,), 0.0), ((0.4,), 0.5), ((0.2,), 0.0), ((0.3,), 0.5)]
+
+
+class GpuStage(StageCompute):
+    """A stage on a GPU, which runs one action after the other."""
+
+    __slots__ = ("_ends_at",)
+
+    def __init__(self) -> None:
+        super().__init__(call=lambda: None, stage=0, is_last=True, device=torch.device("cpu"))
+        self._ends_at = GpuEvent.now = 0.0
+        GpuEvent.num_waits = 0
+
+    def queue(self, op: Op, kind: int, seconds: float) -> None:
+        start, self._ends_at = self._ends_at, self._ends_at + seconds
+        now = time.perf_counter()
+        timing = Timing(moment(start, now), moment(self._ends_at, now))
+        self._timings.append((op, kind, timing))
+
+    def queue_step(self, header: BatchHeader, seconds: float = 1.0) -> None:
+        for op in (Op.F, Op.B):
+            for kind in header.kinds:
+                self.queue(op, kind, seconds)
+
+
+def test_durations_are_those_of_actions_that_the_gpu_has_run() -> None:
+    """The others follow in the next calls, in order; the host waits for none."""
+    stage = GpuStage()
+    for seconds in (1.0, 2.0, 3.0):
+        stage.queue(Op.F, 7, seconds)
+    found = []
+    for now in (0.5, 3.5, 3.6, 6.0):
+        GpuEvent.now = now
+        found.append([seconds for _, _, seconds in stage.durations()])
+    assert found == [[], pytest.approx([1.0, 2.0]), [], pytest.approx([3.0])]
+    assert GpuEvent.num_waits == 0
+
+
+SIZE_2, SIZE_1 = 12, 11  # kinds of micro-batches, of these sizes
+HEADERS = BatchHeader(True, ((SIZE_2, 2, 2),)), BatchHeader(True, ((SIZE_1, 1, 4),))
+
+
+def tuner_of(sizes: tuple[int, ...] | None = (2,)) -> ScheduleAutotuner:
+    fixed = StageMemory(weights=0, gradients=0, optimizer=0, activation=0, message=0)
+    return ScheduleAutotuner(
+        microbatch_sizes=sizes, every=4, memory=fixed, limit=2**40, connections=None, log=None
+    )
+
+
+def test_schedule_tuner_waits_for_the_gpu_only_where_nothing_is_measured() -> None:
+    """A host that is two steps ahead of the GPU waits in the first decision, and never again."""
+    tuner, stage, header = tuner_of(), GpuStage(), HEADERS[0]
+    for step in range(14):
+        stage.queue_step(header, seconds=5.0 if step == 0 else 1.0)
+        GpuEvent.now = max(GpuEvent.now, stage._ends_at - 8.0)
+        tuner.after_step(step, header, stage.durations, [], {})
+        if step == 1:
+            assert GpuEvent.num_waits == 1
+    assert GpuEvent.num_waits == 1
+    times = tuner._times[2]
+    assert (times.forward, times.backward) == ((1.0,), (1.0,)), "without the first step"
+
+
+def test_actions_of_the_first_step_of_a_trial_are_not_measured() -> None:
+    """It compiles kernels; the GPU ends it after the host has gone on."""
+    tuner, stage = tuner_of(sizes=(2, 1)), GpuStage()
+    for step in range(4):
+        header = HEADERS[step // 2]
+        stage.queue_step(header, seconds=1.0 if step % 2 else 9.0)
+        tuner.after_step(step, header, stage.durations, [], {})
+    assert {size: times.forward for size, times in tuner._times.items()} == {2: (1.0,), 1: (1.0,)}
+
+
+def test_stages_report_the_same_kind_whatever_their_gpus_have_run() -> None:
+    """The most frequent kind of a step; a GPU has first run micro-batches of the other one."""
+    header, nbytes = BatchHeader(True, ((SIZE_1, 1, 1), (SIZE_2, 2, 2))), {SIZE_1: 10, SIZE_2: 20}
+    found = []
+    for ended in (0.0, 1.0, 2.0, 4.0, 6.0):  # of the six actions of the measured step
+        tuner, stage = tuner_of(sizes=None), GpuStage()
+        for step in range(2):
+            stage.queue_step(header)
+            GpuEvent.now = 6.0 * step + ended
+            tuner.after_step(step, header, stage.durations, [], nbytes)
+        found += [memory.activation for memory in tuner._memory[1]]
+    assert found == [nbytes[SIZE_2]] * 5

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -15,7 +16,11 @@ from polyrhythm.errors import PeerError
 from polyrhythm.processes import PEER_LOST
 from polyrhythm.run.comm import process_groups
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.comm.process_groups import NUM_FIRST_STEPS, new_gloo_group
+from polyrhythm.run.pipeline import transport
+from polyrhythm.run.pipeline.partition import linear_wiring
 from polyrhythm.run.trainer.trainer import Trainer
+from tests.gloo.pipelines import run_stages
 from tests.gloo.trainer_jobs import plan_of, run_job, samples
 from tests.grids import long_except
 
@@ -147,3 +152,40 @@ def test_process_that_dies_in_its_first_step_is_noticed_at_once(
         killed = time.monotonic()
         assert survivor.wait(30) == 0, survivor.reason
         assert time.monotonic() - killed < 25
+
+
+def test_nccl_between_stages_has_the_timeouts_of_gloo(tmp_path: Path) -> None:
+    """NCCL's own watchdog aborts a group after the group's timeout, also while a peer compiles."""
+
+    def work(ctx: DistContext) -> list[list[float]]:
+        timeouts = dict[dist.ProcessGroup, float]()
+
+        def new_group(ranks: range, what: str, *, timeout: float, is_used: bool) -> object:
+            return new_gloo_group(ranks, what, timeout=timeout) if is_used else None
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(transport, "new_nccl_group", new_group)
+            monkeypatch.setattr(transport, "connect_pairs", lambda *_, **__: None)
+            monkeypatch.setattr(transport, "set_timeout", timeouts.__setitem__)
+            connections = transport.Connections(
+                range(ctx.world_size),
+                ctx.rank,
+                linear_wiring(ctx.rank, ctx.world_size),
+                device=torch.device("cpu"),
+                pipeline=0,
+                timeout=TIMEOUT,
+                site="here",
+            )
+            groups = [connections.control, *connections._nccl_groups]
+            assert len(groups) == 3
+            found = []
+            for num_done in range(NUM_FIRST_STEPS + 1):
+                connections.set_step_timeout(num_done)
+                found.append([timeouts.get(group, 0.0) for group in groups])
+            connections.close()
+        return found
+
+    for found in run_stages(2, work, tmp_path):
+        *first, later = found
+        assert first == NUM_FIRST_STEPS * [3 * [process_groups.FIRST_STEP_TIMEOUT]]
+        assert later == 3 * [TIMEOUT]

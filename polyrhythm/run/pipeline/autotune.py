@@ -12,7 +12,7 @@ the other clock was read. Clocks drift, so the measurement is repeated.
 import math
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -31,6 +31,9 @@ from polyrhythm.schedule.candidates import ScheduleCandidate
 from polyrhythm.schedule.tuner import ScheduleTuner
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Bytes, Op, Seconds
+
+# Of the actions that a GPU has run, see `StageCompute`.
+Durations = Callable[..., Sequence[tuple[Op, MicrobatchKind, Seconds]]]
 
 _MAX_SAMPLES = 64  # messages per direction that a decision uses
 _MAX_DECIDING_SHARE = 0.01  # of the training time: short steps are tuned less often
@@ -99,7 +102,10 @@ class ScheduleAutotuner:
     _num_steps: int = field(default=0, init=False)  # since the last decision
     _next: int = field(default=_TRIAL_STEPS, init=False)  # steps until the next decision
     _start: Seconds = field(default_factory=time.perf_counter, init=False)
+    _measured_since: Seconds = field(default=0.0, init=False)  # without the first step of a trial
     _deciding: Seconds = field(default=0.0, init=False)
+    # Of the steps since the last decision: the same on all stages, unlike what GPUs have run.
+    _num_microbatches: Counter[MicrobatchKind] = field(default_factory=Counter, init=False)
     _samples: defaultdict[MicrobatchKind, "_Samples"] = field(
         default_factory=lambda: defaultdict(_Samples), init=False
     )
@@ -115,29 +121,26 @@ class ScheduleAutotuner:
         self,
         step: int,
         header: BatchHeader,
-        durations: Callable[[], Sequence[tuple[Op, MicrobatchKind, Seconds]]],
+        durations: Durations,
         transfers: Sequence[tuple[str, Transfer]],
         activation_bytes: dict[MicrobatchKind, Bytes],
     ) -> None:
-        """Record a step and, every few steps, decide: `candidate` runs next.
-
-        `durations`: of the actions since its last call; on a GPU it waits for them.
-        """
+        """Record a step and, every few steps, decide: `candidate` runs next."""
         if not self.has_choice:
             return
         self._num_steps += 1
         # The first step with a new size allocates, compiles and tunes kernels: it is not typical.
         if self._is_trial and self._num_steps == 1:
-            durations()
+            self._measured_since = time.perf_counter()
         else:
             self._record_transfers(transfers)
+            self._num_microbatches.update(header.kinds)
         if self._num_steps < self._next:
             return
-        for op, kind, seconds in durations():
-            self._samples[kind].durations[op].append(seconds)
-        start = time.perf_counter()
         # Batches may differ; the most frequent kind of micro-batch represents all.
-        kind = max(self._samples, key=lambda kind: len(self._samples[kind].durations[Op.F]))
+        ((kind, _),) = self._num_microbatches.most_common(1)
+        self._record_durations(durations, kind)
+        start = time.perf_counter()
         sizes = dict(zip(header.kinds, header.sizes, strict=True))
         size = 1 if self.microbatch_sizes is None else sizes.get(kind, max(header.sizes))
         reports = self._exchange_reports(kind, activation_bytes.get(kind, 0))
@@ -147,6 +150,7 @@ class ScheduleAutotuner:
         self._next = _TRIAL_STEPS if self._is_trial else _num_steps_until_next(self.every, reports)
         self._num_steps = 0
         self._samples.clear()
+        self._num_microbatches.clear()
         self._start = time.perf_counter()
         self._deciding = self._start - start
 
@@ -201,6 +205,19 @@ class ScheduleAutotuner:
             limits=[_NO_LIMIT if report.limit is None else report.limit for report in reports],
             window=_RECEIVE_WINDOW,
         )
+
+    def _record_durations(self, durations: Durations, kind: MicrobatchKind) -> None:
+        """Record the actions that a GPU has run; wait for the others only if some op has none.
+
+        As a rule that is in a trial, once for each size: the host is as far ahead as a trial is
+        long. It cannot decide later instead: all stages decide after the same step.
+        """
+        found = list(durations(self._measured_since))
+        if {op for op, measured, _ in found if measured == kind} != {*Op}:
+            timeout = None if self.connections is None else self.connections.step_timeout
+            found += durations(self._measured_since, timeout=timeout)
+        for op, measured, seconds in found:
+            self._samples[measured].durations[op].append(seconds)
 
     def _record_transfers(self, transfers: Sequence[tuple[str, Transfer]]) -> None:
         if self.connections is None:

@@ -364,7 +364,7 @@ class HostCopy:
         self._copied: Tensor | None = None
         if on_device:
             self._copied = torch.stack(on_device).to("cpu", non_blocking=True)  # pinned memory
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)  # a wait keeps no core busy
             self._event.record(torch.cuda.current_stream(on_device[0].device))
 
     def read(self, timeout: Seconds | None = None) -> list[float]:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from polyrhythm.errors import ScheduleError
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import ClockOffset
-from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
+from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind, wait_for_event
 from polyrhythm.run.pipeline.loss import (
     NOT_COUNTED,
     AuxiliaryLosses,
@@ -59,11 +59,15 @@ class Timing(NamedTuple):
     start: Moment
     end: Moment
 
+    @property
+    def is_over(self) -> bool:
+        return self.end.event is None or self.end.event.query()
+
     def duration(self) -> Seconds:
+        """Return the time between the moments, of an action that is over."""
         start, end = self.start.event, self.end.event
         if start is None or end is None:
             return self.end.recorded - self.start.recorded
-        end.synchronize()
         return start.elapsed_time(end) / 1e3
 
 
@@ -218,13 +222,24 @@ class StageCompute:
         """Free the tensors saved for backwards that will not run."""
         self._saved.clear()
 
-    def durations(self) -> list[tuple[Op, int, Seconds]]:
-        """Return operation, kind and duration of each action since the last call.
+    def durations(
+        self, since: Seconds = 0.0, *, timeout: Seconds | None = 0.0
+    ) -> list[tuple[Op, int, Seconds]]:
+        """Return operation, kind and duration of each action since the last call, in order.
 
-        Evaluations are left out. On a GPU it waits for the last action.
+        Those that a GPU has not run yet are left for the next call; with a `timeout`, or None for
+        no bound, it waits for them and may raise PeerError. Evaluations are left out, and actions
+        that the host has started before `since`, of time.perf_counter().
         """
-        durations = [(op, kind, timing.duration()) for op, kind, timing in self._timings]
-        self._timings.clear()
+        if timeout != 0.0 and self._timings:
+            last = self._timings[-1][2].end.event
+            if last is not None:
+                wait_for_event(last, timeout)
+        durations = []
+        while self._timings and self._timings[0][2].is_over:
+            op, kind, timing = self._timings.popleft()
+            if timing.start.recorded >= since:
+                durations.append((op, kind, timing.duration()))
         return durations
 
     # Two calls: a context manager would cost more than the timing itself.

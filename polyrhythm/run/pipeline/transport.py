@@ -730,7 +730,9 @@ class Connections:
         timeout = step_timeout(self.timeout, num_done)
         if timeout != self.step_timeout:
             self.step_timeout = timeout
-            set_timeout(self.control, timeout)
+            # NCCL's watchdog aborts a group whose message takes longer than the group's timeout.
+            for group in (self.control, *self._nccl_groups):
+                set_timeout(group, timeout)
 
     def receive(self, inbox: Inbox, action: Action) -> tuple[list[Tensor], Transfer]:
         """Return the tensors that `action` needs; raises PeerError."""
