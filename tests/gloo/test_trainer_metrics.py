@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,19 @@ from polyrhythm.events import read_run
 from polyrhythm.run.checkpoint.folder import list_steps
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.pipeline.loss import squared_norm
+from polyrhythm.run.trainer import metrics as step_metrics
 from polyrhythm.run.trainer.config import CheckpointConfig
-from polyrhythm.run.trainer.metrics import STOP, Callback, HostCopy
+from polyrhythm.run.trainer.metrics import (
+    STOP,
+    Callback,
+    HostCopy,
+    Measured,
+    MeasuredStep,
+    MetricGather,
+)
 from polyrhythm.run.trainer.trainer import Trainer
 from polyrhythm.sinks.metrics import StepInfo
+from tests.gloo.pipelines import run_stages
 from tests.gloo.trainer_jobs import BATCH, plan_of, run_job, trainer
 
 STEPS = 5
@@ -403,3 +413,45 @@ def test_wait_for_a_gpu_is_bounded_with_nccl() -> None:
     with pytest.raises(PeerError, match="kernels of NCCL still wait for it") as caught:
         copy_after(FakeEvent(math.inf)).read(0.05)
     assert 0.05 <= caught.value.waited < 5.0
+
+
+def measured_after(event: Any) -> MeasuredStep:
+    """Return a step of which the GPU still computes the norm of gradients."""
+    numbers = dict.fromkeys(Measured.__struct_fields__, 1.0)
+    measured = Measured(**numbers)
+    step = MeasuredStep(measured, [], [], 4.0, 0.1, None, number=0, start=0.0, end=0.0)
+    step._numbers._values[0] = torch.empty((), device="meta")
+    step._numbers._copied, step._numbers._event = torch.tensor([9.0]), event
+    return step
+
+
+def test_numbers_of_a_step_are_waited_for_in_one_call() -> None:
+    """A poll would take the interpreter lock thousands of times in a step."""
+    event = FakeEvent(math.inf)
+    assert measured_after(event).read().grad_squares == 9.0
+    assert event.num_synchronized == 1
+
+
+def test_gather_of_metrics_is_bounded_though_the_gpu_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's kernels may wait for a lost worker; their abort ends the wait of the thread."""
+    monkeypatch.setattr(step_metrics, "step_timeout", lambda timeout, num_done: timeout)
+
+    class Endless(FakeEvent):
+        def synchronize(self) -> None:
+            aborted.wait(20)
+
+    aborted = threading.Event()
+
+    def work(ctx: DistContext) -> float:
+        gather = MetricGather([0], timeout=0.2)
+        wait = gather.start([measured_after(Endless(math.inf))])
+        with pytest.raises(PeerError, match="has not ended its step"):
+            wait()
+        aborted.set()
+        found: float = gather.start([measured_after(FakeEvent(0))])()[0][0].grad_squares
+        gather.close()
+        return found
+
+    assert run_stages(1, work, tmp_path) == [9.0]

@@ -35,7 +35,7 @@ from polyrhythm.errors import LaunchError, TrainingError, peer_errors
 from polyrhythm.events import Value
 from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Evaluation, Manifest
-from polyrhythm.run.comm.process_groups import new_gloo_group, step_timeout
+from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
 from polyrhythm.run.data.reader import StreamState
@@ -888,9 +888,6 @@ class Phase:
                 f"metrics of {fit.phase_name}", context.metric_store, context.first_stages
             )
         self._num_tokens: int | None = None  # of this pipeline's last step, on the first stage
-        # The groups of NCCL have a shorter timeout after the first steps, and end their kernels.
-        timeout = step_timeout(context.config.timeout, num_done=0)
-        self._nccl_timeout = None if context.site is None else timeout
         self.is_over = False
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
         self._has_ended_samples = False  # in groups, on rank 0
@@ -954,7 +951,6 @@ class Phase:
             number=pipeline.num_steps - 1,  # which action events carry
             start=start,
             end=end,
-            nccl_timeout=self._nccl_timeout,
         )
         self._save_if_due(before, batch_slice.step + 1)
         self._report(step)

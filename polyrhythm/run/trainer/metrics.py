@@ -218,14 +218,9 @@ class MeasuredStep:
         number: int,
         start: Seconds,
         end: Seconds,
-        nccl_timeout: Seconds | None,
     ) -> None:
-        """`number` counts its steps; `start` is of time.perf_counter(), `end` of monotonic().
-
-        `nccl_timeout` bounds the wait for the GPU; None without NCCL.
-        """
+        """`number` counts its steps; `start` is of time.perf_counter(), `end` of monotonic()."""
         self.measured, self.number, self.start, self.end = measured, number, start, end
-        self._nccl_timeout = nccl_timeout
         self._num_losses, self._is_read = len(losses), False
         if isinstance(learning_rate, Tensor):  # which the scheduler changes in place
             learning_rate = learning_rate.clone()
@@ -234,9 +229,13 @@ class MeasuredStep:
         self._numbers = HostCopy(values)
 
     def read(self) -> Measured:
-        """Wait for the numbers and return them."""
+        """Wait for the numbers and return them.
+
+        Kernels of NCCL may wait for a lost worker meanwhile, until their group's timeout ends them:
+        with several workers the thread of `MetricGather` calls this, which bounds it.
+        """
         if not self._is_read:
-            *numbers, squares, rate, scale = self._numbers.read(self._nccl_timeout)
+            *numbers, squares, rate, scale = self._numbers.read()
             total = weighted = 0.0
             for number in range(self._num_losses):
                 if count := numbers[self._num_losses + number]:  # the loss of no label is nan

@@ -43,7 +43,7 @@ def adamw(
                 group["param_names"] = []
         chosen = {"fused", "foreach", "differentiable"} & options.keys()
         is_on_gpu = all(p.is_cuda and p.is_floating_point() for _, p in named)
-        kernels = {"fused": True} if is_on_gpu and not chosen else {}
+        kernels: dict[str, Any] = {"fused": True} if is_on_gpu and not chosen else {}
         return AdamW(groups, lr=lr, weight_decay=weight_decay, **options, **kernels)
 
     return make
