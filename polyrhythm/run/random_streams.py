@@ -26,7 +26,7 @@ import random
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+
+from polyrhythm.run.comm.forward_hooks import CompiledCall, UncompiledHook
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class RandomStreams:
         own = [(index, layer) for index, (_, layer) in enumerate(self._layers) if layer is not None]
         self._first = own[0][0] if own else 0
         self._own = {layer: index for index, layer in own}
-        self._hooks = list[RemovableHandle]()
+        self._hooks = list[RemovableHandle | CompiledCall]()
         self._states: list[bytes] | None = None  # before a forward without hooks
         self._is_watching = False  # the next such forward
         self._num_blocks = Counter[bool]()  # with gradients, and without: evaluations
@@ -99,8 +101,11 @@ class RandomStreams:
 
     def _add_hooks(self) -> None:
         for layer, index in self._own.items():
-            hook = layer.register_forward_hook(partial(_after_layer, self.after_layer, index))
-            self._hooks.append(hook)
+            after, calls = partial(self.after_layer, index), list[CompiledCall]()
+            if layer._compiled_call_impl is not None:  # its hooks are compiled with it
+                calls.append(CompiledCall(layer, after=after))
+            hook = layer.register_forward_hook(UncompiledHook(after, calls))
+            self._hooks += [*calls, hook]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -172,18 +177,6 @@ class RandomStreams:
     def _cuda_generator(self) -> torch.Generator:
         assert self._cuda_index is not None, "on a GPU"
         return torch.cuda.default_generators[self._cuda_index]
-
-
-def _after_layer(after_layer: Callable[[int], None], index: int, *_: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():  # as a part of a compiled layer
-        _call_uncompiled(after_layer, index)
-    else:  # the other costs more than the seeds
-        after_layer(index)
-
-
-@torch.compiler.disable
-def _call_uncompiled(after_layer: Callable[[int], None], index: int) -> None:
-    after_layer(index)
 
 
 def may_draw(model: nn.Module) -> bool:
