@@ -200,7 +200,7 @@ def waits_of(model: nn.Module) -> tuple[ForwardOrder, list[set[str]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_way_to_call_a_layer_waits_for_its_weights(kind: str, tmp_path: Path) -> None:
+def test_every_call_of_a_layer_waits_for_its_weights(kind: str, tmp_path: Path) -> None:
     """Calls that do not pass through the compiled block, and code that is compiled later."""
 
     def work() -> None:
