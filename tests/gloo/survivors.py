@@ -33,8 +33,8 @@ def train_with_survivors(
             timeout=_TIMEOUT,
         )
 
-    optimizer = wrapped(None)
-    for step in range(_NUM_STEPS):
+    optimizer, step = wrapped(None), 0
+    while step < _NUM_STEPS:
         if (ctx.rank, step) == (KILLED, KILLED_AT):
             os.kill(os.getpid(), signal.SIGKILL)
         inputs, target = (t.to(device) for t in random_batch(4, 8, seed=10 * step + ctx.rank))
@@ -49,6 +49,16 @@ def train_with_survivors(
         if is_lost:  # after the handler: its traceback holds the sockets of the old group
             optimizer.abort()
             model.zero_grad()
-            optimizer = wrapped(dist.new_group(SURVIVORS, use_local_synchronization=True))
+            group = dist.new_group(SURVIVORS, use_local_synchronization=True)
+            optimizer = wrapped(group)
+            step = _step_of_the_first(step, group)
+        step += 1
     optimizer.close()
     return errors, {name: p.detach().cpu() for name, p in model.named_parameters()}
+
+
+def _step_of_the_first(step: int, group: dist.ProcessGroup) -> int:
+    """Return the step of the first survivor: others may have noticed the loss a step later."""
+    number = torch.tensor(step)
+    dist.broadcast(number, SURVIVORS[0], group)
+    return int(number)

@@ -1,6 +1,7 @@
 """Pings between stages measure the latency and the clock offset; events the times of a GPU."""
 
 import time
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -251,3 +252,17 @@ def test_stages_report_the_same_kind_whatever_their_gpus_have_run() -> None:
             tuner.after_step(step, header, stage.durations, [], nbytes)
         found += [memory.activation for memory in tuner._memory[1]]
     assert found == [nbytes[SIZE_2]] * 5
+
+
+def test_schedule_tuner_keeps_the_times_of_a_kind_that_came_early_and_most_often() -> None:
+    """More actions follow it than a stage keeps."""
+    tuner = tuner_of(sizes=None)
+    stage = StageCompute(call=lambda x: x, stage=0, is_last=True, device=torch.device("cpu"))
+    stage._timings = deque(maxlen=8)  # the actions of a step
+    for step in range(2 + 4):
+        kind = SIZE_1 if step < 5 else SIZE_2
+        for op in (Op.F, Op.B):
+            for _ in range(4):
+                stage._end_timing(op, kind, stage._start_timing())
+        tuner.after_step(step, BatchHeader(True, ((kind, 1, 4),)), stage.durations, [], {})
+    assert 1 in tuner._times

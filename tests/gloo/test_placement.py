@@ -110,7 +110,7 @@ DEVICES = {
     "cuda:1": "device='cuda:1' on a machine without a usable GPU",
     "meta": "device='meta'",
     "mps": "device='mps'",
-    0: "device=0",
+    0: "device='cuda:0' on a machine without a usable GPU",
 }
 
 

@@ -73,20 +73,24 @@ class ReplicaCollectives:
         node: str | None,
         call: str,
         timeout: Seconds,
-        names: Sequence[str],
+        worker: Worker | None,
     ) -> None:
         """`process_group` is torch's group of the replicas, if there is one.
 
         Replicas of one `site` average over NCCL; if there are several, of equally many replicas, it
         is the lower level of a hierarchy. None for gloo, where a `node` is that level. NCCL groups
         are made here, also if `process_group` has NCCL: these may be aborted after a failure.
-        `names`: of the replicas, in errors.
+        `worker`: this one, for errors of others; None without a Pipeline.
         """
         self._device, self._timeout = device, timeout
-        self.control = self._host = GlooCollectives(replicas.group, timeout=timeout, names=names)
-        own = site_of(site, device, process_group), node or _name_of_this_node(), device.type
+        node = node or _name_of_this_node()
+        own = site_of(site, device, process_group), node, device.type, worker and str(worker)
         found = replicas.all_gather_object(own, call)
-        sites, nodes, types = ([each[index] for each in found] for index in range(3))
+        sites, nodes, types, workers = ([each[index] for each in found] for index in range(4))
+        names = [f"rank {rank}" for rank in replicas.ranks]
+        if worker is not None and len(set(workers)) == len(workers):  # with other `pipeline=`
+            names = [f"{each} ({name})" for each, name in zip(workers, names, strict=True)]
+        self.control = self._host = GlooCollectives(replicas.group, timeout=timeout, names=names)
         # Where a GPU computes, the host has cores for more threads.
         num_sockets = NUM_SOCKETS if {*types} == {"cuda"} else 1
         self._nccl: dist.ProcessGroup | None = None  # of all replicas

@@ -175,7 +175,7 @@ class DistributedOptimizer(Optimizer):
             node=node,
             call=_CONSTRUCTOR,
             timeout=timeout,
-            names=_names_of(ranks, stage),
+            worker=None if stage is None else stage.worker,
         )
         self._num_steps = 0
         settings = {"bucket_bytes": bucket_bytes, "mode": mode}
@@ -457,7 +457,9 @@ class DistributedOptimizer(Optimizer):
         buckets = list(self._gradient_sync.buckets)
         groups = self.whole_param_groups
         if self._current.background is None:
-            self._current.background = BackgroundGather(self._replicas.ranks, timeout=self._timeout)
+            self._current.background = BackgroundGather(
+                self._replicas.ranks, self._parameters[0].device, timeout=self._timeout
+            )
         background, mode = self._current.background, self._current.candidate.mode
         owners = self._collectives.shard_owners(hierarchical=mode.is_hierarchical)
         self._wait_for_copies()  # of the call before, if there was no update
@@ -840,14 +842,6 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-
-def _names_of(ranks: Sequence[int], stage: Pipeline | None) -> list[str]:
-    """Return how errors name each replica: by its rank in the job, and its worker if known."""
-    if stage is None:
-        return [f"rank {rank}" for rank in ranks]
-    workers = (Worker(stage.stage, replica) for replica in range(len(ranks)))
-    return [f"{worker} (rank {rank})" for worker, rank in zip(workers, ranks, strict=True)]
 
 
 def _norm_of(

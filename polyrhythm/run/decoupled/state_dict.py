@@ -5,6 +5,7 @@ of buckets, and a plain optimizer can load it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,9 +120,12 @@ class BackgroundGather:
     workers create this, and start each gather.
     """
 
-    def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
+    def __init__(self, ranks: Sequence[int], device: torch.device, *, timeout: Seconds) -> None:
+        """`device`: of the parameters, whose copies the thread waits for."""
         self.replicas = Replicas(ranks, "gathering state", timeout=timeout)
         self.thread = CommThread([self.replicas.group], timeout=timeout)
+        if device.type == "cuda":  # otherwise the thread would use memory of the first GPU
+            self.thread.start(partial(torch.cuda.set_device, device))
         self._timeout = timeout
         # Kept between gathers: to allocate memory takes longer than to copy. Each gather that is in
         # progress has its own.

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -135,11 +135,16 @@ class ScheduleAutotuner:
         else:
             self._record_transfers(transfers)
             self._num_microbatches.update(header.kinds)
+        self._add(durations(self._measured_since))
         if self._num_steps < self._next:
             return
         # Batches may differ; the most frequent kind of micro-batch represents all.
         ((kind, _),) = self._num_microbatches.most_common(1)
-        self._record_durations(durations, kind)
+        if not all(self._samples[kind].durations.values()):
+            # As a rule in a trial, once for each size: the host is as far ahead as a trial is long.
+            # It cannot decide later instead: all stages decide after the same step.
+            timeout = None if self.connections is None else self.connections.step_timeout
+            self._add(durations(self._measured_since, timeout=timeout))
         start = time.perf_counter()
         sizes = dict(zip(header.kinds, header.sizes, strict=True))
         size = 1 if self.microbatch_sizes is None else sizes.get(kind, max(header.sizes))
@@ -206,18 +211,9 @@ class ScheduleAutotuner:
             window=_RECEIVE_WINDOW,
         )
 
-    def _record_durations(self, durations: Durations, kind: MicrobatchKind) -> None:
-        """Record the actions that a GPU has run; wait for the others only if some op has none.
-
-        As a rule that is in a trial, once for each size: the host is as far ahead as a trial is
-        long. It cannot decide later instead: all stages decide after the same step.
-        """
-        found = list(durations(self._measured_since))
-        if {op for op, measured, _ in found if measured == kind} != {*Op}:
-            timeout = None if self.connections is None else self.connections.step_timeout
-            found += durations(self._measured_since, timeout=timeout)
-        for op, measured, seconds in found:
-            self._samples[measured].durations[op].append(seconds)
+    def _add(self, durations: Iterable[tuple[Op, MicrobatchKind, Seconds]]) -> None:
+        for op, kind, seconds in durations:
+            self._samples[kind].durations[op].append(seconds)
 
     def _record_transfers(self, transfers: Sequence[tuple[str, Transfer]]) -> None:
         if self.connections is None:

@@ -368,7 +368,7 @@ class HostCopy:
             self._event.record(torch.cuda.current_stream(on_device[0].device))
 
     def read(self, timeout: Seconds | None = None) -> list[float]:
-        """Wait for the numbers; raises PeerError after `timeout`, which is None without NCCL."""
+        """Wait for the numbers; raises PeerError after `timeout`, None for no bound."""
         copied = iter(())
         if self._copied is not None:
             if not self._event.query():

@@ -392,6 +392,11 @@ class Pipeline:
         return cls(stage, *args, **options)
 
     @property
+    def worker(self) -> Worker:
+        """This stage of this pipeline (`pipeline=`), as errors name it."""
+        return Worker(self.stage, self._number)
+
+    @property
     def is_first(self) -> bool:
         return self.stage == 0
 
@@ -803,9 +808,9 @@ class Pipeline:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            action, worker = self._executor.action, Worker(self.stage, self._number)
+            action = self._executor.action
             raise TrainingError(
-                f"{worker} ran out of memory in {f'{action} of ' if action else ''}{where}",
+                f"{self.worker} ran out of memory in {f'{action} of ' if action else ''}{where}",
                 expected=f"room for more than this stage holds: {self._held_memory(action)}",
                 fix=self._use_less_memory(action),
             ) from error

@@ -129,7 +129,7 @@ class DeviceConfig:
     plan, if every worker there has a GPU of its own, and gloo between regions.
     """
 
-    name: torch.device | str | None = None  # None: a GPU of its own, if there is one
+    name: torch.device | str | int | None = None  # None: a GPU of its own, if there is one
     _: KW_ONLY
     memory_limit: str | Bytes | None = None  # of a stage; None: what the device has
     # Run layers again in the backward, for less memory: "auto" as the plan says, "never", "always".
@@ -142,9 +142,11 @@ class DeviceConfig:
     def __post_init__(self) -> None:
         if self.backend not in (AUTO, "nccl", "gloo"):
             raise _invalid("backend", self.backend, "'auto', 'nccl' or 'gloo'")
+        if isinstance(self.name, int):  # as torch takes it
+            object.__setattr__(self, "name", f"cuda:{self.name}")
         try:
-            torch.device("cpu" if self.name is None else str(self.name))
-        except RuntimeError:
+            torch.device("cpu" if self.name is None else self.name)
+        except (RuntimeError, TypeError):
             raise _invalid("device", self.name, "a torch device such as 'cuda:1'") from None
         limit = self.memory_limit
         if isinstance(limit, int) and limit <= 0:

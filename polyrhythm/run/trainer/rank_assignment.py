@@ -113,7 +113,7 @@ class JobProcesses:
         return JobStore(backend, self._ctx.rank, timeout=self.timeout, name_of=name_of)
 
 
-def device_of_process(wanted: torch.device | str | None, ctx: DistContext) -> torch.device:
+def device_of_process(wanted: torch.device | str | int | None, ctx: DistContext) -> torch.device:
     """Return `wanted`, or by default this process's GPU if the machine has GPUs.
 
     A wanted "cuda" is this process's GPU, too: that of its local rank, or without a launcher the

@@ -168,7 +168,7 @@ class Trainer:
         lr_schedule: LRSchedule | Callable[[Optimizer], LRScheduler] | None = None,
         clip_grad_norm: float | None = None,
         data: DataConfig = DataConfig(),
-        device: DeviceConfig | torch.device | str | None = None,
+        device: DeviceConfig | torch.device | str | int | None = None,
         run_dir: Path | str | None = None,
         checkpoint: CheckpointConfig = CheckpointConfig(),
         timeout: Seconds = DEFAULT_TIMEOUT,
