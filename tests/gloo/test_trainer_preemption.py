@@ -13,6 +13,7 @@ from polyrhythm.cli import main
 from polyrhythm.errors import WorkerError
 from polyrhythm.processes import TERMINATED, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.comm.store import JobStore
 from polyrhythm.run.trainer.config import CheckpointConfig
 from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, trainer
 from tests.grids import long_except
@@ -82,6 +83,36 @@ def test_sigterm_stops_all_after_a_checkpoint(
     assert step <= max(last_steps) + 1
     if sync != "adaptive":
         assert set(last_steps) == {step - 1}
+
+
+def test_a_notice_that_comes_while_the_store_is_read_reaches_the_others(tmp_path: Path) -> None:
+    """They would not take part in the agreement on the last step, for which this one waits."""
+
+    def work(ctx: DistContext) -> None:
+        peek, is_armed = JobStore.peek, False
+
+        def peek_late(*args: Any) -> Any:
+            nonlocal is_armed
+            found = peek(*args)
+            if is_armed:
+                is_armed = False
+                made._preemption._request_stop("a test", TERMINATED)
+            return found
+
+        def callback(end: Any) -> None:
+            nonlocal is_armed
+            time.sleep(STEP_SLEEP)
+            is_armed = is_armed or (end.step == 5 and ctx.rank == 1)
+
+        JobStore.peek = peek_late  # type: ignore[method-assign]
+        with trainer(plan_of(1, 2), run_dir=tmp_path / "run") as made:
+            made.fit(max_steps=10_000, callbacks=[callback])
+
+    with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
+        with pytest.raises(WorkerError) as raised:
+            assert not job.wait(60), "it runs to the end"
+        assert raised.value.status == TERMINATED
+        _assert_all_preempted(job)
 
 
 def test_preempted_job_resumes_with_the_same_losses(tmp_path: Path) -> None:

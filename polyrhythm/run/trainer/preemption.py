@@ -141,7 +141,8 @@ class PreemptionHandler:
                     notice = store.peek(_NOTICE, self._members)
                     if notice is not None:
                         self._request_stop(*notice)
-                    if self.is_stop_requested and self._stop_step is None:
+                    # Not before the others can know of it: a signal may have come since above.
+                    if (has_announced or notice is not None) and self._stop_step is None:
                         self._agree_on_stop_step()
                 self._closing.wait(_POLL_INTERVAL)
         except (RuntimeError, UserError):  # the store or a peer is lost: training fails by itself
