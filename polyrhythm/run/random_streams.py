@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio, odd: the seeds of layers are far apart
 _BEFORE_LAYERS, _LOSS = -1, -2  # streams, besides those of layers
-_WATCH_EVERY = 16  # blocks of a kind, after the first 16: reading states takes 0.1 ms
+_WATCH_EVERY = 16  # blocks of a kind, after the first 16: reading states costs
 _WORD = 2**64 - 1
 _MT19937_BYTES = 625 * 4  # of its state: 624 words and an index
 
