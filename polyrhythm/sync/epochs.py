@@ -1,0 +1,365 @@
+"""The members of a job and its epochs: who takes part, when an epoch ends, which steps count.
+
+A member is a process of the job. All members of an epoch build their connections together, as one
+job of a fixed size; when one is lost, the epoch ends for all, and the others begin the next one.
+Nothing of an epoch is used in a later one but what each member has in memory.
+
+In lockstep a step counts when it is committed: each worker that updates weights votes once it has
+all that its update needs, and none changes anything before all have voted. So after a loss all
+others have made the same steps. A member that is asked to leave goes at such a boundary, when
+nothing is in flight: the last commit of the epoch says that it ends.
+
+`step` takes one event and returns commands, without a clock, a thread or randomness, as the
+scheduler of groups does (`scheduler.py`).
+
+Source: none. torchft's quorum and vote per step (`should_commit`) are similar; there a replica
+group that misses a vote copies a checkpoint.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated, Any
+
+import msgspec
+
+from polyrhythm.sync.protocol import Count, Name
+from polyrhythm.types import Seconds
+
+Member = int  # the rank that the launcher gave to a process
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """Base of all messages: immutable, and never part of a reference cycle (gc=False)."""
+
+
+class Enroll(_Message, frozen=True):
+    """A process is a member from now on, or still is, after a reconnect."""
+
+    member: Count
+    incarnation: Count
+    node: Name  # the machine it runs on
+    now: Seconds = 0.0
+
+
+class Await(_Message, frozen=True):
+    """A member waits for the epoch after `epoch`, 0 at the start.
+
+    `why` it has left `epoch`, which ends for all; empty if it is a spare, which ends nothing.
+    """
+
+    member: Count
+    incarnation: Count
+    epoch: Count
+    why: Text = ""
+    now: Seconds = 0.0
+
+
+class Vote(_Message, frozen=True):
+    """A member has all that its update of `number` needs; `num_voters` members vote on it."""
+
+    member: Count
+    incarnation: Count
+    epoch: Count
+    number: Count  # of a step
+    num_voters: Annotated[int, msgspec.Meta(ge=1)]
+    now: Seconds = 0.0
+
+
+class Depart(_Message, frozen=True):
+    """A member asks to leave: the epoch ends with the next commit, and the next one is its last."""
+
+    member: Count
+    incarnation: Count
+    why: Text = ""
+    now: Seconds = 0.0
+
+
+class Finish(_Message, frozen=True):
+    """A member needs the others no more, and they do not need it."""
+
+    member: Count
+    incarnation: Count
+    now: Seconds = 0.0
+
+
+class Lost(_Message, frozen=True):
+    """A process has ended, or has sent nothing for too long."""
+
+    member: Count
+    incarnation: Count
+    why: Text
+    now: Seconds = 0.0
+
+
+class Tick(_Message, frozen=True):
+    """The time of `next_timer` is reached."""
+
+    now: Seconds = 0.0
+
+
+class Absence(_Message, frozen=True):
+    """Why a process is no longer a member."""
+
+    member: int
+    why: str
+
+
+class Begin(_Message, frozen=True):
+    """An epoch begins: its members connect.
+
+    Those that depart hand over what only they have, and finish. `committed` is the last step of the
+    epoch before, None if it has committed none.
+    """
+
+    epoch: int
+    members: tuple[Member, ...]  # sorted
+    departing: tuple[Member, ...]
+    lost: tuple[Absence, ...]  # since the epoch before began
+    committed: int | None
+
+
+class End(_Message, frozen=True):
+    """An epoch has ended: no step of it is committed any more."""
+
+    epoch: int
+    why: str
+
+
+class Committed(_Message, frozen=True):
+    """All have voted: make the update. If `is_last`, the epoch ends when it is made."""
+
+    epoch: int
+    number: int
+    is_last: bool
+    why: str = ""  # it is the last
+    departing: tuple[Member, ...] = ()  # for whom it ends; if these are all, the job does
+
+
+class Fenced(_Message, frozen=True):
+    """A process is no longer a member, and must not go on."""
+
+    member: int
+    incarnation: int
+    why: str
+
+
+Event = Enroll | Await | Vote | Depart | Finish | Lost | Tick
+Command = Begin | End | Committed | Fenced
+_MemberEvent = Await | Vote | Depart | Finish | Lost
+
+
+class _Phase(Enum):
+    FORMING = "forming"  # members await the next epoch
+    RUNNING = "running"
+    LAST_STEP = "last step"  # the last commit is sent: members make that update, then await
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of a present member."""
+
+    incarnation: int
+    node: str
+    is_awaiting: bool = False
+    is_departing: bool = False
+    is_announced: bool = False  # as departing, by the Begin of the current epoch
+
+
+@dataclass(slots=True)
+class JobEpochs:
+    """The epochs of one job. `answer_timeout`: until a member awaits the next epoch after an end.
+
+    A member that is alive and does not do so is lost, too, since the others wait for it.
+    """
+
+    num_expected: int  # members without which the first epoch does not begin
+    answer_timeout: Seconds
+    epoch: int = 0
+    # After the first one asks to leave: others that are asked to at the same time go with it.
+    departure_window: Seconds = 0.5
+    counters: Counter[str] = field(default_factory=Counter)  # of ignored messages, by kind
+    present: dict[Member, _Record] = field(default_factory=dict)
+    _phase: _Phase = _Phase.FORMING
+    _members: set[Member] = field(default_factory=set)  # of the current epoch, that are present
+    _gone: dict[Member, tuple[int, str]] = field(default_factory=dict)  # incarnation, and why
+    _lost: list[Absence] = field(default_factory=list)  # since the epoch began
+    _committed: int | None = None
+    # By step, how many voters each of them has counted.
+    _votes: dict[int, dict[Member, int]] = field(default_factory=dict)
+    _answer_by: Seconds = math.inf  # of members that do not await the next epoch yet
+    _departs_at: Seconds = -math.inf  # the earliest end of an epoch for those that leave
+    _now: Seconds = -math.inf
+    _out: list[Command] = field(default_factory=list)
+
+    def step(self, event: Event) -> list[Command]:
+        """Handle `event` and return commands; all but Fenced go to all present members.
+
+        A duplicate changes nothing. Fenced goes to the incarnation that it names, even if lost.
+        """
+        out: list[Command] = []
+        self._out = out
+        self._now = max(self._now, event.now)
+        if isinstance(event, Enroll):
+            self._on_enroll(event)
+        elif not isinstance(event, Tick):
+            self._on_member_event(event)
+        if self._now >= self._answer_by:
+            self._drop_silent()
+        self._begin_if_complete()
+        return out
+
+    def next_timer(self) -> Seconds:
+        """Time at which to send Tick if nothing happens before; inf for never."""
+        return self._answer_by
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all expected members were known, and all have finished or are lost."""
+        return not self.present and self._num_known >= self.num_expected
+
+    def is_member(self, member: Member, incarnation: int) -> bool:
+        record = self.present.get(member)
+        return record is not None and record.incarnation == incarnation
+
+    def why_absent(self, member: Member, incarnation: int) -> str:
+        """Return why a process is no member."""
+        record = self.present.get(member)
+        if record is not None and incarnation < record.incarnation:
+            return f"process {member} has restarted, as incarnation {record.incarnation}"
+        last, why = self._gone.get(member, (-1, ""))
+        if incarnation <= last:
+            return why
+        return "the job has begun without it" if self.epoch else "it has not enrolled"
+
+    @property
+    def _num_known(self) -> int:
+        return len(self.present.keys() | self._gone.keys())
+
+    def _on_enroll(self, event: Enroll) -> None:
+        member, incarnation = event.member, event.incarnation
+        if self.is_member(member, incarnation):
+            return
+        known = self.present.get(member)
+        if known is not None and incarnation > known.incarnation:
+            self._lose(member, "it has restarted")
+        last, _ = self._gone.get(member, (-1, ""))
+        # A job that has begun takes no new members yet.
+        if member in self.present or incarnation <= last or self.epoch:
+            self._fence(member, incarnation)
+        else:
+            self.present[member] = _Record(incarnation, event.node)
+
+    def _on_member_event(self, event: _MemberEvent) -> None:
+        member, incarnation = event.member, event.incarnation
+        if not self.is_member(member, incarnation):
+            self.counters["late"] += 1
+            last, _ = self._gone.get(member, (-1, ""))
+            if isinstance(event, Lost):
+                if member not in self.present and incarnation > last and not self.epoch:
+                    # It has ended before it could enroll: the first epoch need not wait for it.
+                    self._gone[member] = incarnation, event.why
+                    self._lost.append(Absence(member, event.why))
+            elif not isinstance(event, Finish):
+                self._fence(member, incarnation)
+            return
+        handlers: dict[type[_MemberEvent], Callable[[Any], None]] = {
+            Await: self._on_await,
+            Vote: self._on_vote,
+            Depart: self._on_depart,
+            Finish: self._on_finish,
+            Lost: lambda lost: self._lose(lost.member, lost.why),
+        }
+        handlers[type(event)](event)
+
+    def _on_await(self, event: Await) -> None:
+        if event.epoch != self.epoch:
+            self.counters["late"] += 1
+            return
+        self.present[event.member].is_awaiting = True
+        if self._phase is _Phase.RUNNING and event.why:
+            self._end(event.why)
+
+    def _on_vote(self, event: Vote) -> None:
+        is_duplicate = self._committed is not None and event.number <= self._committed
+        if event.epoch != self.epoch or self._phase is not _Phase.RUNNING or is_duplicate:
+            self.counters["late"] += 1
+            return
+        votes = self._votes.setdefault(event.number, {})
+        votes[event.member] = event.num_voters
+        if len(votes) < max(votes.values()):
+            return
+        self._votes.clear()
+        self._committed = event.number
+        departing = [m for m in self._departing() if not self.present[m].is_announced]
+        if len(departing) < len(self._members) and self._now < self._departs_at:
+            departing = []
+        why = self._why_departing(departing)
+        self._out.append(
+            Committed(self.epoch, event.number, bool(departing), why, tuple(departing))
+        )
+        if departing:
+            self._phase = _Phase.LAST_STEP
+            self._answer_by = self._now + self.answer_timeout
+
+    def _on_depart(self, event: Depart) -> None:
+        record = self.present[event.member]
+        if not record.is_departing and self._now >= self._departs_at:
+            self._departs_at = self._now + self.departure_window
+        record.is_departing = True
+
+    def _on_finish(self, event: Finish) -> None:
+        record = self.present.pop(event.member)
+        self._gone[event.member] = record.incarnation, "it has finished"
+        self._members.discard(event.member)
+
+    def _lose(self, member: Member, why: str) -> None:
+        record = self.present.pop(member)
+        self._gone[member] = record.incarnation, why
+        self._lost.append(Absence(member, why))
+        self._fence(member, record.incarnation)
+        if member in self._members:
+            self._members.remove(member)
+            if self._phase is not _Phase.FORMING:
+                self._end(f"process {member} on {record.node} is lost: {why}")
+
+    def _fence(self, member: Member, incarnation: int) -> None:
+        self._out.append(Fenced(member, incarnation, self.why_absent(member, incarnation)))
+
+    def _end(self, why: str) -> None:
+        self._phase = _Phase.FORMING
+        self._votes.clear()
+        self._answer_by = self._now + self.answer_timeout
+        self._out.append(End(self.epoch, why))
+
+    def _drop_silent(self) -> None:
+        self._answer_by = math.inf
+        for member in [m for m, record in self.present.items() if not record.is_awaiting]:
+            self._lose(member, f"it is alive, but has not answered for {self.answer_timeout:g} s")
+
+    def _begin_if_complete(self) -> None:
+        if not self.present or not all(record.is_awaiting for record in self.present.values()):
+            return
+        if self.epoch == 0 and self._num_known < self.num_expected:
+            return
+        if self._phase is _Phase.RUNNING:
+            self._end("all but its spares have finished")
+        self.epoch += 1
+        members, departing = tuple(sorted(self.present)), tuple(self._departing())
+        # A process that has restarted before the job has begun is not missing.
+        lost = tuple(absence for absence in self._lost if absence.member not in self.present)
+        self._out.append(Begin(self.epoch, members, departing, lost, self._committed))
+        self._phase, self._answer_by = _Phase.RUNNING, math.inf
+        self._members, self._lost, self._committed = set(members), [], None
+        for record in self.present.values():
+            record.is_awaiting, record.is_announced = False, record.is_departing
+
+    def _departing(self) -> list[Member]:
+        return sorted(m for m, record in self.present.items() if record.is_departing)
+
+    def _why_departing(self, departing: Iterable[Member]) -> str:
+        names = ", ".join(f"process {m} on {self.present[m].node}" for m in departing)
+        return f"{names} leaves" if names else ""
