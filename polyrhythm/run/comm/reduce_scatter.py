@@ -63,11 +63,24 @@ class DirectExchange(Generic[_P]):
         for other, tensor in zip(self.others, tensors, strict=True):
             messages.send(self._members[other], tensor, tag=tag)
 
+    @property
+    def previous(self) -> int:
+        """The index of the member whose buddy this worker is."""
+        return (self.rank - 1) % len(self._members)
+
+    def receive_from_previous(self, messages: Messages[_P], into: Tensor, *, tag: int) -> None:
+        messages.receive(self._members[self.previous], into, tag=tag, shard=self.previous)
+
+    def send_to_next(self, messages: Messages[_P], tensor: Tensor, *, tag: int) -> None:
+        """Post a send to the buddy of this worker."""
+        messages.send(self._members[(self.rank + 1) % len(self._members)], tensor, tag=tag)
+
 
 class CollectivePhase(IntEnum):
     REDUCE_SCATTER = 0
     ALL_GATHER = 1
     FLAGS = 2
+    BUDDY = 3  # a shard travels from its owner to the next one
 
 
 def _is_ready() -> bool:
@@ -136,8 +149,19 @@ class GlooCollectives:
         self.timeout = timeout  # of the collectives that start from now on
         self._exchange = DirectExchange(owners, self.rank)
         self.others = self._exchange.others  # the shards of the other workers
+        self.previous = self._exchange.previous  # the shard whose copy this worker holds
         self._buffers: dict[int, Tensor] = {}  # received addends by number; kept for reuse
         self._expected: dict[tuple[int, CollectivePhase], tuple[_GroupMessages, Tensor]] = {}
+
+    def with_owners(self, owners: Sequence[int] | None) -> "GlooCollectives":
+        """Return the same for shards that these ranks in the group own."""
+        return GlooCollectives(
+            self._group,
+            timeout=self.timeout,
+            owners=owners,
+            num_sockets=self._num_sockets,
+            names=self._names,
+        )
 
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         self._expected[number, phase] = self._post_receives(flat, number, phase)
@@ -154,6 +178,15 @@ class GlooCollectives:
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         shards = [flat.view(self.num_workers, -1)[self.rank]] * (self.num_workers - 1)
         messages, _ = self._start(flat, number, CollectivePhase.ALL_GATHER, shards)
+        return Pending(messages.wait)
+
+    def copy_to_buddy(self, flat: Tensor, number: int) -> Pending:
+        """Send the own shard to the next worker; receive the shard of the previous one.
+
+        What `flat` has in its place is overwritten: no other collective may still send it.
+        """
+        own = flat.view(self.num_workers, -1)[self.rank]
+        messages, _ = self._start(flat, number, CollectivePhase.BUDDY, [own])
         return Pending(messages.wait)
 
     def all_reduce_flags(self, flags: Tensor, number: int) -> Pending:
@@ -177,10 +210,14 @@ class GlooCollectives:
     def receive(
         self, into: Iterable[Tensor], number: int, phase: CollectivePhase
     ) -> "_GroupMessages":
-        """Post a receive from each other worker, in the order of `others`."""
-        timeout = timedelta(seconds=self.timeout)
+        """Post a receive from each other worker, in the order of `others`; or from the previous."""
+        timeout, tag = timedelta(seconds=self.timeout), _tag(number, phase)
         messages = _GroupMessages(self._group, timeout, self._num_sockets, self._names)
-        self._exchange.receive(messages, into, tag=_tag(number, phase))
+        if phase is CollectivePhase.BUDDY:
+            (shard,) = into
+            self._exchange.receive_from_previous(messages, shard, tag=tag)
+        else:
+            self._exchange.receive(messages, into, tag=tag)
         return messages
 
     def send(
@@ -190,13 +227,17 @@ class GlooCollectives:
         number: int,
         phase: CollectivePhase,
     ) -> None:
-        """Send one tensor to each other worker."""
-        self._exchange.send(messages, tensors, tag=_tag(number, phase))
+        """Send one tensor to each other worker; or the only one to the next."""
+        if phase is CollectivePhase.BUDDY:
+            (own,) = tensors
+            self._exchange.send_to_next(messages, own, tag=_tag(number, phase))
+        else:
+            self._exchange.send(messages, tensors, tag=_tag(number, phase))
 
     def _post_receives(
         self, flat: Tensor, number: int, phase: CollectivePhase
     ) -> "tuple[_GroupMessages, Tensor]":
-        """Post one receive per peer; return the messages and the buffer that they fill."""
+        """Post the receives of a phase; return the messages and the buffer that they fill."""
         match phase:
             case CollectivePhase.ALL_GATHER:
                 received = flat.view(self.num_workers, -1)
@@ -207,6 +248,9 @@ class GlooCollectives:
             case CollectivePhase.FLAGS:
                 received = flat.new_empty(self.num_workers - 1, flat.numel())
                 into = list(received)
+            case CollectivePhase.BUDDY:
+                received = flat.view(self.num_workers, -1)[self.previous]
+                into = [received]
         return self.receive(into, number, phase), received
 
     def _buffer(self, flat: Tensor, number: int) -> Tensor:
@@ -419,6 +463,16 @@ class PinnedCollectives:
         own = [shards[self.rank]]
         return self._start(flat, number, CollectivePhase.ALL_GATHER, own, finish)
 
+    def copy_to_buddy(self, flat: Tensor, number: int) -> Pending:
+        """Do the same as GlooCollectives."""
+        shards = flat.view(self.num_workers, -1)
+
+        def finish(received: Tensor) -> None:
+            shards[self._host.previous].copy_(received[0], non_blocking=True)
+
+        own = [shards[self.rank]]
+        return self._start(flat, number, CollectivePhase.BUDDY, own, finish)
+
     def _start(
         self,
         flat: Tensor,
@@ -445,7 +499,8 @@ class PinnedCollectives:
 
         def send() -> None:
             copied.synchronize()
-            to_all = rows if len(rows) > 1 else rows * len(self._host.others)
+            is_repeated = len(rows) == 1 and phase is not CollectivePhase.BUDDY
+            to_all = rows * len(self._host.others) if is_repeated else rows
             self._host.send(messages, to_all, number, phase)
 
         posted = self._post_executor.submit(send)
@@ -468,7 +523,8 @@ class PinnedCollectives:
     def _post_receives(
         self, flat: Tensor, number: int, phase: CollectivePhase
     ) -> tuple[_GroupMessages, Tensor]:
-        shape = self.num_workers - 1, self._shard_size(flat)
+        num_rows = 1 if phase is CollectivePhase.BUDDY else self.num_workers - 1
+        shape = num_rows, self._shard_size(flat)
         received = self._pinned.take((number, phase), flat, shape)
         return self._host.receive(list(received), number, phase), received
 

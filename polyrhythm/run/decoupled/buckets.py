@@ -5,9 +5,12 @@ as backward computes them, and are copied into a second buffer, several at a tim
 a worker updates its shard, split at the boundaries of parameters: each piece has its own state, as
 if the parameter were smaller. So a parameter that no worker has used has no gradient, and the
 optimizer skips it.
+
+With buddies a worker also updates a copy of the previous worker's shard, from the same gradients:
+one lost worker loses no state.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -27,13 +30,26 @@ STRIDED = torch.strided
 
 @dataclass(frozen=True, slots=True)
 class ParameterShard:
-    """The piece of one parameter that one worker owns."""
+    """The piece of one parameter that one worker owns, or of which it has the copy, as a buddy."""
 
     index: int  # of the parameter, in the optimizer
     start: int  # offsets in the parameter, in memory order
     stop: int
     parameter: nn.Parameter  # a view of this piece in the bucket, the key of its state
     gradient: Tensor  # a view of its gradient in the bucket
+    is_own: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a flat parameter of which a worker holds weights and the whole state."""
+
+    index: int  # of the parameter, in the optimizer
+    start: int  # offsets in the parameter, in memory order
+    stop: int
+    weights: Tensor
+    state: Mapping[str, Any]  # flat tensors, and scalars
+    is_own: bool  # False for the copy of another worker's shard
 
 
 class Bucket:
@@ -48,10 +64,11 @@ class Bucket:
         num_workers: int,
         all_reduce: bool,
         late: bool = False,
+        buddy: bool = False,
     ) -> None:
         """Move `parameters`, by index and of one dtype and device, into the buffer.
 
-        `late`: their gradients come in no known order.
+        `late`: their gradients come in no known order. `buddy`: hold a copy of the previous shard.
         """
         self.number, self.parameters = number, dict(parameters)
         self.is_all_reduce, self.is_late = all_reduce, late
@@ -62,6 +79,9 @@ class Bucket:
         self.weights = torch.zeros(self.size, dtype=first.dtype, device=first.device)
         own_shard = slice(rank * shard_size, min((rank + 1) * shard_size, size))
         self._owned = slice(0, size) if all_reduce else own_shard
+        previous = (rank - 1) % num_workers * shard_size
+        has_copy = buddy and not all_reduce and num_workers > 1
+        self._copied = slice(min(previous, size), min(previous + shard_size * has_copy, size))
         self.offsets: dict[int, int] = {}
         offset = 0
         for index, parameter in self.parameters.items():
@@ -69,7 +89,10 @@ class Bucket:
             offset += parameter.numel()
         self._move_weights()
         self.gradients = torch.zeros_like(self.weights)
-        self.shards = list(self._make_shards())
+        self.shards = list(self._make_shards(self._owned, self.weights[self._owned], is_own=True))
+        # Weights that no all-gather overwrites: the owner may send its new ones at any time.
+        self.buddy_weights = self.weights[self._copied].clone()
+        self.buddy_shards = list(self._make_shards(self._copied, self.buddy_weights, is_own=False))
         self.owned_gradients = self.gradients[self._owned]  # of all shards, in one piece
         self._gradient_of = {i: self.view_of(self.gradients, i) for i in self.parameters}
         self._nbytes_of = {i: p.nbytes for i, p in self.parameters.items()}
@@ -78,6 +101,16 @@ class Bucket:
         self._waiting: list[tuple[int, Tensor]] = []  # gradients that are not copied yet
         self._waiting_bytes: Bytes = 0
         self._num_left = len(self.parameters)
+
+    @property
+    def held_shards(self) -> list[ParameterShard]:
+        """The own shards and the copies."""
+        return self.shards + self.buddy_shards
+
+    @torch.no_grad()
+    def copy_buddy_weights(self) -> None:
+        """Before an update: begin with the weights of this worker's model, which are complete."""
+        self.buddy_weights.copy_(self.weights[self._copied])
 
     def expect_gradients(self) -> None:
         """Before a backward: expect the gradients of all parameters that are not frozen."""
@@ -123,6 +156,7 @@ class Bucket:
         empty = self.gradients.new_empty(0)
         self.gradients = self.owned_gradients = empty
         self.shards = [replace(shard, gradient=empty) for shard in self.shards]
+        self.buddy_shards = [replace(shard, gradient=empty) for shard in self.buddy_shards]
         self._gradient_of.clear()
 
     def release_parameter(self) -> None:
@@ -132,18 +166,14 @@ class Bucket:
         """
         self._num_left -= 1
         if not self._num_left:
-            self.weights = self.weights.new_empty(0)
-            for shard in self.shards:
+            self.weights = self.buddy_weights = self.weights.new_empty(0)
+            for shard in self.held_shards:
                 shard.parameter.data = self.weights
 
     def view_of(self, flat: Tensor, index: int) -> Tensor:
         """View a parameter's range of `flat`, with the parameter's strides if it is dense."""
         parameter, offset = self.parameters[index], self.offsets[index]
-        region = flat[offset : offset + parameter.numel()]
-        is_dense = torch.ops.aten.is_non_overlapping_and_dense
-        if parameter.is_contiguous() or not is_dense(parameter):
-            return region.view(parameter.shape)
-        return region.as_strided(parameter.shape, parameter.stride(), region.storage_offset())
+        return view_as_parameter(flat[offset : offset + parameter.numel()], parameter)
 
     @torch.no_grad()
     def _move_weights(self) -> None:
@@ -152,20 +182,37 @@ class Bucket:
         for parameter, view in zip(self.parameters.values(), views, strict=True):
             parameter.data = view
 
-    def _make_shards(self) -> "list[ParameterShard]":
-        shards = []
+    def _make_shards(
+        self, region: slice, weights: Tensor, *, is_own: bool
+    ) -> Iterator[ParameterShard]:
+        """Split a region, which has these weights, at the boundaries of parameters."""
         for index, parameter in self.parameters.items():
             offset = self.offsets[index]
-            start = max(offset, self._owned.start)
-            stop = min(offset + parameter.numel(), self._owned.stop)
+            start = max(offset, region.start)
+            stop = min(offset + parameter.numel(), region.stop)
             if start < stop:
-                weights, gradient = self.weights[start:stop], self.gradients[start:stop]
-                shards.append(
-                    ParameterShard(
-                        index, start - offset, stop - offset, nn.Parameter(weights), gradient
-                    )
+                piece = weights[start - region.start : stop - region.start]
+                gradient = self.gradients[start:stop]
+                yield ParameterShard(
+                    *(index, start - offset, stop - offset, nn.Parameter(piece), gradient),
+                    is_own=is_own,
                 )
-        return shards
+
+
+def view_as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
+    """View numbers in memory order as the parameter, with its strides if it is dense."""
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return flat.view(parameter.shape)
+    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def flat_view(parameter: Tensor) -> Tensor:
+    """View a dense parameter flat, in memory order; copy another one."""
+    flat = parameter.detach()
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return flat.reshape(-1)
+    return flat.as_strided((parameter.numel(),), (1,), parameter.storage_offset())
 
 
 class InFlightGradient(Tensor):
@@ -235,12 +282,18 @@ class ParameterOrder:
 
     indices: tuple[int, ...]  # of all parameters
     late: frozenset[int] = frozenset()  # parameters whose gradients come in no known order
+    num_unseen: int = 0  # the last ones, which the forward has not used
 
     @classmethod
     def of(cls, seen: Sequence[int], num_parameters: int, late: frozenset[int]) -> "ParameterOrder":
         """Put parameters that the forward has not used last, and mark them late."""
         unseen = frozenset(range(num_parameters)) - set(seen)
-        return cls((*seen, *sorted(unseen)), late | unseen)
+        return cls((*seen, *sorted(unseen)), late | unseen, len(unseen))
+
+    @property
+    def unseen(self) -> tuple[int, ...]:
+        """Parameters for which no forward hook waits."""
+        return self.indices[len(self.indices) - self.num_unseen :]
 
 
 @dataclass(frozen=True, slots=True)

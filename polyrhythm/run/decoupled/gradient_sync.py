@@ -39,6 +39,7 @@ from polyrhythm.run.comm.reduce_scatter import (
     HierarchicalCollectives,
     NcclCollectives,
     Pending,
+    PinnedCollectives,
     select_backend,
     site_of,
 )
@@ -133,6 +134,8 @@ class ReplicaCollectives:
         self._groups = [*groups, *self._nccl_groups]
         self.comm_thread = CommThread(self._groups, timeout=timeout)
         self._by_hierarchy: dict[bool, Collectives] = {}
+        self._by_owners = list[GlooCollectives]()  # of buddies under a hierarchy
+        self._buddy_links: GlooCollectives | PinnedCollectives | None = None  # over them
 
     def _new_nccl(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         made = new_nccl_group(ranks, "averaging gradients over NCCL", timeout=self._timeout)
@@ -153,13 +156,14 @@ class ReplicaCollectives:
         """Bound the waits of collectives that start from now on."""
         for group in self._groups:
             set_timeout(group, timeout)
-        for collectives in (self.control, self._host, *self._levels):
+        for collectives in (self.control, self._host, *self._levels, *self._by_owners):
             collectives.timeout = timeout
         self.comm_thread.timeout = timeout
 
     @property
     def pinned_bytes(self) -> Bytes:
-        return sum(collectives.pinned_bytes for collectives in self._by_hierarchy.values())
+        found = [*self._by_hierarchy.values(), *([self._buddy_links] if self._buddy_links else [])]
+        return sum(collectives.pinned_bytes for collectives in found)
 
     @property
     def has_hierarchy(self) -> bool:
@@ -187,6 +191,27 @@ class ReplicaCollectives:
                 HierarchicalCollectives(*found) if hierarchical else found[0]
             )
         return self._by_hierarchy[hierarchical]
+
+    @property
+    def has_buddy_links(self) -> bool:
+        """Whether shards can be copied to buddies: not where NCCL connects all replicas."""
+        return self._nccl is None and self.control.num_workers > 1
+
+    def buddy_links(self, *, hierarchical: bool) -> "GlooCollectives | PinnedCollectives":
+        """Return the collectives that copy shards to buddies: the next shard's owners."""
+        assert self.has_buddy_links, "its user asks before"
+        if not hierarchical:
+            found = self.get(hierarchical=False)
+        elif self._buddy_links is not None:
+            found = self._buddy_links
+        else:  # owner and buddy are on two nodes, of which each level connects only some workers
+            host = self._host.with_owners(self.shard_owners(hierarchical=True))
+            self._by_owners.append(host)
+            found = select_backend(self._device, None, host, start=self.comm_thread.start)
+            assert isinstance(found, GlooCollectives | PinnedCollectives), "it is without NCCL"
+            self._buddy_links = found
+        assert isinstance(found, GlooCollectives | PinnedCollectives), "it is without NCCL"
+        return found
 
 
 class GradientPhase(Enum):
@@ -228,6 +253,7 @@ class GradientSync:
         self._control, self._comm_thread = replicas.control, replicas.comm_thread
         self.buckets: list[Bucket] = []
         self.collectives: Collectives  # of the buckets
+        self._buddy_links: GlooCollectives | PinnedCollectives | None = None  # to copy shards
         self.is_all_reduce = False
         self._bucket_of: dict[int, Bucket] = {}  # by index of a parameter
         self._unbucketed: dict[int, Tensor] = {}  # gradients of the first backward
@@ -238,6 +264,7 @@ class GradientSync:
         self.found_inf = nn.Parameter(torch.zeros(1, device=parameters[0].device))
         self._set_phase(GradientPhase.EMPTY)
         self.is_paused = False  # gradients accumulate, and are not averaged
+        self.is_prepared = False  # all mean gradients are here, and wait for the commit
         # The divisor; for each parameter, whether it has a gradient; whether any is not finite.
         # With NCCL: for each parameter, whether it is trained; whether this worker waits for none.
         num = len(parameters) + 1
@@ -250,9 +277,13 @@ class GradientSync:
         self._weight_gathers: dict[int, Pending] = {}  # by number of bucket
         # Copies of gathered weights to the GPU, by number of bucket, which streams must join.
         self._weight_copies: dict[int, Callable[[], bool]] = {}
+        # Buckets in which weights that other workers own may be of two steps: they are arriving.
+        self._incomplete = set[int]()
+        self._weight_error: PeerError | None = None  # of a gather that could not start
         self._unsent: list[Bucket] = []  # buckets still to reduce; the next one is the last
         self._reduce_scatters: list[Pending] = []
         self._all_gathers: list[Pending] = []  # of gradients, in the order of buckets
+        self._buddy_copies: list[Pending] = []  # of gradients
         self._sent_flags: Pending | None = None  # of the last step; with NCCL only
         # Whether this worker's gradients were not finite, by step, until the host knows of it.
         self._unread_flags = deque[tuple[torch.cuda.Event, Tensor, int, Worker]]()
@@ -274,12 +305,37 @@ class GradientSync:
 
     @property
     def shards(self) -> Iterator[ParameterShard]:
+        """The shards that this worker owns."""
         return (shard for bucket in self.buckets for shard in bucket.shards)
 
+    @property
+    def held_shards(self) -> Iterator[ParameterShard]:
+        """The own shards, then the copies that this worker holds as a buddy."""
+        yield from self.shards
+        yield from (shard for bucket in self.buckets for shard in bucket.buddy_shards)
+
+    def weights_of(self, index: int, start: int, stop: int) -> Tensor:
+        """View a piece of this worker's copy of a parameter, flat in memory order."""
+        bucket = self._bucket_of[index]
+        return bucket.weights[bucket.offsets[index] + start : bucket.offsets[index] + stop]
+
+    def held_weights_of(self, shard: ParameterShard) -> Tensor:
+        """View the weights after the last update, whether those of other workers have arrived."""
+        if not shard.is_own and self._bucket_of[shard.index].number in self._incomplete:
+            return shard.parameter.detach()
+        return self.weights_of(shard.index, shard.start, shard.stop)
+
     def rebuild_buckets(
-        self, specs: Sequence[BucketSpec], collectives: Collectives, *, all_reduce: bool
+        self,
+        specs: Sequence[BucketSpec],
+        collectives: Collectives,
+        *,
+        all_reduce: bool,
+        buddy_links: GlooCollectives | PinnedCollectives | None = None,
     ) -> list[Bucket]:
         """Replace the buckets, with no collective in flight; return the old ones, without memory.
+
+        `buddy_links` copy shards to buddies; None without buddies.
 
         Parameters move bucket by bucket, so that the model is never twice in memory.
         """
@@ -295,6 +351,7 @@ class GradientSync:
                 num_workers=collectives.num_workers,
                 all_reduce=all_reduce,
                 late=spec.is_late,
+                buddy=buddy_links is not None,
             )
             self.buckets.append(bucket)
             for index in spec.indices:
@@ -307,6 +364,8 @@ class GradientSync:
         self.collectives, self.is_all_reduce, self._bucket_of = collectives, all_reduce, bucket_of
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._unsent = [bucket for bucket in self.buckets if not bucket.is_late]
+        self._buddy_links = buddy_links
+        self._incomplete.clear()  # their numbers are those of the old buckets
         return old
 
     def check_in_place(self) -> None:
@@ -423,33 +482,72 @@ class GradientSync:
     def post_weight_receives(self) -> None:
         """Post the receives of weights, as other workers may be ahead; not for late buckets."""
         self.wait_for_all()  # a bucket that no forward has used may not have taken its last ones
+        self.copy_buddy_weights()
         for bucket in self.buckets:
-            if not bucket.is_all_reduce and not bucket.is_late:
+            if not (bucket.is_all_reduce or bucket.is_late or bucket.number in self._incomplete):
+                self._incomplete.add(bucket.number)
                 self.collectives.post_receives(
                     bucket.weights, bucket.number, CollectivePhase.ALL_GATHER
                 )
 
-    def gather_weights(self) -> None:
-        """Start to gather the updated weights; skip late buckets that no worker has used."""
+    def begin_update(self) -> None:
+        """Post the receives that are not posted yet, after all gradients have arrived.
+
+        From here on the next wait for parameters raises the error of a lost worker: the update must
+        not fail.
+        """
+        try:
+            self.post_weight_receives()
+        except PeerError as error:
+            self._weight_error = error
+
+    def copy_buddy_weights(self) -> None:
+        """Give copies the weights before the update, unless new ones may be arriving."""
         for bucket in self.buckets:
-            if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late):
-                pending = self.collectives.all_gather(bucket.weights, bucket.number)
-                if self.collectives.waits_on_host:
-                    work = self._comm_thread.start(self._timed(pending))
-                    pending = Pending(work.wait, pending.join)
-                self._weight_gathers[bucket.number] = pending
+            if bucket.buddy_shards and bucket.number not in self._incomplete:
+                bucket.copy_buddy_weights()
+
+    def gather_weights(self) -> None:
+        """Start to gather the updated weights; skip late buckets that no worker has used.
+
+        The next wait for parameters raises the error of a lost worker.
+        """
+        self.mark_incomplete()
+        if self._weight_error is not None:
+            return
+        try:
+            for bucket in self.buckets:
+                if bucket.number in self._incomplete:
+                    pending = self.collectives.all_gather(bucket.weights, bucket.number)
+                    if self.collectives.waits_on_host:
+                        work = self._comm_thread.start(self._timed(pending))
+                        pending = Pending(work.wait, pending.join)
+                    self._weight_gathers[bucket.number] = pending
+        except PeerError as error:
+            self._weight_error = error
+
+    def mark_incomplete(self) -> None:
+        """After the update: weights that other workers own are to come."""
+        self._incomplete = {
+            bucket.number
+            for bucket in self.buckets
+            if not bucket.is_all_reduce and (self._is_used(bucket) or not bucket.is_late)
+        }
 
     def wait_for_parameters(self, indices: Iterable[int]) -> None:
         """Wait for these parameters before they are used; may be called repeatedly."""
-        if not self._weight_gathers and not self._weight_copies:
+        if not self._weight_gathers and not self._weight_copies and self._weight_error is None:
             return
         for index in indices:
+            if self._weight_error is not None:
+                raise self._weight_error
             number = self._bucket_of[index].number
             if number in self._weight_gathers:
                 start = time.perf_counter()
                 self._weight_gathers[number].wait()  # raises at every call if a peer is lost
                 self._waited += time.perf_counter() - start
                 self._weight_copies[number] = self._weight_gathers.pop(number).join
+                self._incomplete.discard(number)
                 self._check_unchanged(self._bucket_of[index])
             if number in self._weight_copies and self._weight_copies[number]():
                 del self._weight_copies[number]
@@ -478,9 +576,10 @@ class GradientSync:
         """Forget all gradients, for the next backward."""
         for bucket in self.buckets:
             bucket.empty()
+        self.is_prepared = False
         self._unbucketed.clear()
         self._used[:] = bytes(len(self._used))
-        for shard in self.shards:
+        for shard in self.held_shards:
             shard.parameter.grad = None
         self._unsent = [bucket for bucket in self.buckets if not bucket.is_late]
         self.found_inf.grad = None
@@ -553,13 +652,14 @@ class GradientSync:
             if self._is_used(bucket):
                 bucket.fill_zeros()
                 self._start_reduce_scatter(bucket)
-        for collectives in (self._reduce_scatters, self._all_gathers):
+        for collectives in (self._reduce_scatters, self._all_gathers, self._buddy_copies):
             for pending in collectives:
                 pending.wait()
                 pending.join()
             collectives.clear()
         if divisor is not None:
-            divide_by(total / self.collectives.num_workers, [s.gradient for s in self.shards])
+            gradients = [shard.gradient for shard in self.held_shards]
+            divide_by(total / self.collectives.num_workers, gradients)
         flag = bad.bool().to(self.found_inf.device)
         # What is not finite is never applied: without a gradient the optimizer skips the step.
         # With NCCL the host does not know of it: the gradients become 0, and optimizers that take
@@ -570,7 +670,7 @@ class GradientSync:
                 bucket.owned_gradients.masked_fill_(flag, 0.0)
         else:
             is_skipped = bool(bad)
-        for shard in self.shards:
+        for shard in self.held_shards:
             is_used = self._used[shard.index] and not is_skipped
             shard.parameter.grad = shard.gradient if is_used else None
         self.found_inf.grad = torch.zeros_like(self.found_inf).masked_fill_(flag, torch.nan)
@@ -679,6 +779,11 @@ class GradientSync:
                     previous = self._all_gathers[-2]
                     previous.wait()
                     self._all_gathers[-2] = Pending(lambda: None, previous.join)
+            elif self._buddy_links is not None:
+                # The sends of this worker's own addends have ended: their memory is free.
+                pending.join()
+                copied = self._buddy_links.copy_to_buddy(bucket.gradients, bucket.number)
+                self._buddy_copies.append(copied)
 
         if self.collectives.waits_on_host:
             work = self._comm_thread.start(reduce)

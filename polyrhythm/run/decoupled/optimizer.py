@@ -13,6 +13,9 @@ the optimizer state is sharded over all workers, and no update is computed twice
 The first step makes the buckets, in the order in which the forward has used the parameters: before
 there is any optimizer state to move.
 
+With `buddy=True` each shard has a copy at the next worker, its buddy, which gets the same gradients
+and makes the same updates. If one worker is lost, no state is: see `reshard`.
+
 Source: Zhang et al., "DeAR", ICDCS 2023. Departures: it gathers updated parameters, not gradients,
 as ZeRO does: the update is made in `step`, with the learning rate of that step; buckets follow the
 measured order in which the forward uses parameters; parameters that only some steps use, shared
@@ -25,7 +28,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +56,9 @@ from polyrhythm.run.decoupled.buckets import (
     BucketSpec,
     ParameterOrder,
     ParameterShard,
+    Segment,
     assign_buckets,
+    flat_view,
     has_gradient,
 )
 from polyrhythm.run.decoupled.checks import (
@@ -75,6 +80,7 @@ from polyrhythm.run.decoupled.state_dict import (
     check_state,
     copied,
     copy_state_to_cpu,
+    flat_state,
     full_state,
     gather_buckets,
     on_cpu,
@@ -106,6 +112,23 @@ _STATE_DICT, _ASYNC_STATE_DICT, _CLOSE = "state_dict()", "async_state_dict()", "
 
 
 @dataclass(slots=True)
+class _BucketChange:
+    """What a worker still holds while state moves to other buckets, and what it has already.
+
+    With buddies the shards of an old bucket are kept until every worker has its new ones.
+    """
+
+    shards: dict[int, list[ParameterShard]]  # by number of an old bucket; without memory
+    state: dict[Tensor, dict[str, Any]]  # of these shards
+    adopted: set[int] = field(default_factory=set)  # parameters whose state has moved
+
+    def release(self, number: int) -> None:
+        """Free the state of an old bucket."""
+        for shard in self.shards.pop(number, ()):
+            self.state.pop(shard.parameter, None)
+
+
+@dataclass(slots=True)
 class _CurrentBuckets:
     """What a call may change, in an object of its own: the caller may be a wrapper of Fabric.
 
@@ -115,8 +138,14 @@ class _CurrentBuckets:
     candidate: BucketCandidate
     is_made: bool = False
     order: ParameterOrder = field(default_factory=lambda: ParameterOrder(()))
-    unseen: Sequence[int] = ()  # parameters that no forward hook waits for
-    shard_of: dict[int, ParameterShard] = field(default_factory=dict)  # by index of a parameter
+    # By index of a parameter: the own shard, the copy of another one, or both.
+    shards_of: dict[int, list[ParameterShard]] = field(default_factory=dict)
+    change: _BucketChange | None = None  # one that is in progress, or has failed
+    needs_reshard: bool = False  # weights and state come from the optimizers before
+    shard_epoch: int = 0  # one more after each `reshard`
+    num_earlier_steps: int = 0  # of the optimizers before
+    # While another worker may not know that this object has all it needs: the one before.
+    predecessor: Optimizer | None = None
     background: BackgroundGather | None = None
     copies: StagedCopies | None = None  # of the state, which a GPU may still make
 
@@ -135,6 +164,9 @@ class DistributedOptimizer(Optimizer):
         node: str | None = None,
         site: str | None = AUTO,
         elementwise: bool = False,
+        buddy: bool = False,
+        commit: Callable[[], None] | None = None,
+        for_reshard: bool = False,
         timeout: Seconds = DEFAULT_TIMEOUT,
     ) -> None:
         """Broadcast the parameters and buffers of rank 0, and take over `optimizer`.
@@ -153,6 +185,12 @@ class DistributedOptimizer(Optimizer):
 
         `elementwise=True` asserts that an optimizer which is not torch's own updates each element
         independently.
+
+        `buddy=True` keeps a copy of each shard at the next worker: `has_buddies` tells whether it
+        can. `commit` is called once per step, when all gradients have arrived and nothing has
+        changed yet: if it raises, nothing changes; if it returns, this worker's update follows,
+        whoever is lost. With `for_reshard=True` nothing is broadcast: pass this object to
+        `reshard` before the first step.
 
         With a Pipeline, each stage is averaged with its replicas: every `num_stages` consecutive
         ranks make one pipeline, or `process_group` contains the replicas of this stage. All stages
@@ -177,10 +215,12 @@ class DistributedOptimizer(Optimizer):
             timeout=timeout,
             worker=None if stage is None else stage.worker,
         )
-        self._num_steps = 0
-        settings = {"bucket_bytes": bucket_bytes, "mode": mode}
+        self._num_steps, self.commit = 0, commit
+        self._has_buddies = buddy and self._collectives.has_buddy_links
+        settings = {"bucket_bytes": bucket_bytes, "mode": mode, "buddy": buddy}
         check_consistent(self._replicas, optimizer, self._names, settings, _CONSTRUCTOR)
-        self._broadcast_model(_CONSTRUCTOR)
+        if not for_reshard:
+            self._broadcast_model(_CONSTRUCTOR)
         param_groups = enumerate(optimizer.param_groups)
         self._group_of = [number for number, each in param_groups for _ in each["params"]]
         indices = {parameter: index for index, parameter in enumerate(self._parameters)}
@@ -205,7 +245,8 @@ class DistributedOptimizer(Optimizer):
             pipelines = self._replicas.all_gather_object(stage.ranks, _CONSTRUCTOR)
             all_ranks = sorted(rank for pipeline in pipelines for rank in pipeline)
             self._tuned = Replicas(all_ranks, "tuning buckets", timeout=timeout)
-        self._current = _CurrentBuckets(BucketCandidate(size, self._modes[0]))
+        first = BucketCandidate(size, self._modes[0])
+        self._current = _CurrentBuckets(first, needs_reshard=for_reshard)
         # Of whole parameters, until the first step; on the CPU: shards need less memory on a GPU.
         self._initial_state: State = {
             index: {key: on_cpu(value) for key, value in optimizer.state.pop(p).items()}
@@ -282,6 +323,31 @@ class DistributedOptimizer(Optimizer):
         return self._collectives.pinned_bytes
 
     @property
+    def has_buddies(self) -> bool:
+        """Whether the loss of one worker loses no state; not where NCCL connects all workers."""
+        return self._has_buddies
+
+    @property
+    def buddy_bytes(self) -> Bytes:
+        """Memory of the copies of another worker's weights and state."""
+        copies = [s.parameter for b in self._gradient_sync.buckets for s in b.buddy_shards]
+        state = [value for p in copies for value in self._inner.state.get(p, {}).values()]
+        return sum(value.nbytes for value in (*copies, *state) if isinstance(value, Tensor))
+
+    @property
+    def num_steps(self) -> int:
+        """The number of updates, also of the optimizers before `reshard`.
+
+        One whose new weights cannot be sent counts.
+        """
+        return self._current.num_earlier_steps + self._num_steps
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether a step waits for its commit: gradients have arrived, and nothing has changed."""
+        return self._gradient_sync.is_prepared
+
+    @property
     def whole_param_groups(self) -> list[dict[str, Any]]:
         """The groups as in `state_dict`, without the gather of the state."""
         return unsharded_param_groups(self._inner.param_groups, self._group_of)
@@ -316,22 +382,55 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        _check_initialized()
-        self._gradient_sync.check_has_gradients(_STEP)
-        self._gradient_sync.check_in_place()
-        self._gradient_sync.post_weight_receives()
-        self._average()
-        if not self._num_steps:
-            self._replicas.all_gather_number(0.0, _STEP)  # refuses a worker in another call
+        if self.commit is not None:
+            self.prepare_step()
+            self.commit()
+        elif not self.is_prepared:
+            self._check_step()
+            self._gradient_sync.post_weight_receives()  # other workers may be ahead
+            self._average_first()
+        self._gradient_sync.begin_update()
         self._update()
-        self._num_steps += 1
+        self._gradient_sync.gather_weights()
         if self._num_steps == NUM_FIRST_STEPS:
             self._set_timeout()
         self._gradient_sync.mark_changed()
         self._gradient_sync.empty()
-        self._gradient_sync.wait_for_parameters(self._current.unseen)
+        self._gradient_sync.wait_for_parameters(self._current.order.unseen)
         self._tune()
         return loss
+
+    def prepare_step(self) -> None:
+        """Wait for all that the next `step` needs: then it makes its update, whoever is lost.
+
+        For a caller that commits a step by itself, between this call and `step`.
+        """
+        if not self.is_prepared:
+            self._check_step()
+            self._gradient_sync.wait_for_all()  # the weights of the step before
+            self._average_first()
+            self._gradient_sync.is_prepared = True
+
+    def _check_step(self) -> None:
+        _check_initialized()
+        self._gradient_sync.check_has_gradients(_STEP)
+        self._gradient_sync.check_in_place()
+
+    def _average_first(self) -> None:
+        """Average before a step; before the first one refuse a worker in another call."""
+        self._average()
+        if not self._num_steps:
+            self._replicas.all_gather_number(0.0, _STEP)
+
+    def complete_step(self) -> None:
+        """Make the update whose `commit` has raised here, as it has returned on another worker.
+
+        Call it after `abort`: the new weights are not sent.
+        """
+        assert self._gradient_sync.is_prepared, "its gradients have arrived"
+        self._gradient_sync.copy_buddy_weights()
+        self._update()
+        self._gradient_sync.mark_incomplete()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients to a norm of at most `max_norm`; return the norm before.
@@ -342,11 +441,13 @@ class DistributedOptimizer(Optimizer):
         self._gradient_sync.check_has_gradients(_CLIP)
         self._average()
         not_owned = set() if self._stage is None else self._stage.tied_not_owned
-        shards = [s for s in self._gradient_sync.shards if s.parameter.grad is not None]
-        counted = [s.gradient for s in shards if self._parameters[s.index] not in not_owned]
+        held = [s for s in self._gradient_sync.held_shards if s.parameter.grad is not None]
+        counted = [
+            s.gradient for s in held if s.is_own and self._parameters[s.index] not in not_owned
+        ]
         total = _norm_of(counted, norm_type, self._parameters[0].device)
         if self._clips_on_device and norm_type != math.inf:
-            return self._clip_on_device(total, max_norm, norm_type, [s.gradient for s in shards])
+            return self._clip_on_device(total, max_norm, norm_type, [s.gradient for s in held])
         if not self._gradient_sync.is_all_reduce:
             norms = self._replicas.all_gather_number(total.item(), _CLIP)
             total = _norm_of(list(torch.tensor(norms)), norm_type)
@@ -355,10 +456,10 @@ class DistributedOptimizer(Optimizer):
             total = self._stage.norm_over_stages(total, norm_type)
         norm = total.item()
         if math.isnan(norm) or norm == norm_type == math.inf:  # on one stage: all skip the step
-            for shard in shards:
+            for shard in held:
                 shard.parameter.grad = None
         elif norm > max_norm - 1e-6:
-            scale_by(max_norm / (norm + 1e-6), (shard.gradient for shard in shards))
+            scale_by(max_norm / (norm + 1e-6), (shard.gradient for shard in held))
         return total.float().to(self._parameters[0].device)
 
     @property
@@ -415,7 +516,7 @@ class DistributedOptimizer(Optimizer):
         if self._stage is not None:
             total = self._stage.norm_over_stages(total.sqrt(), 2.0)
         if is_dropped := not total.isfinite():
-            for shard in self._gradient_sync.shards:
+            for shard in self._gradient_sync.held_shards:
                 shard.parameter.grad = None
         return is_dropped
 
@@ -529,6 +630,99 @@ class DistributedOptimizer(Optimizer):
         self._broadcast_model(_ATTACH)
         self._add_hooks()
 
+    def held_segments(self) -> list[Segment]:
+        """Return the pieces of parameters whose weights and state this worker holds, as views.
+
+        Also after `abort`, and if a change of buckets has failed.
+        """
+        if not self._current.is_made:
+            return [
+                Segment(
+                    index,
+                    0,
+                    parameter.numel(),
+                    flat_view(parameter),
+                    flat_state(state, parameter),
+                    True,
+                )
+                for index, parameter in enumerate(self._parameters)
+                for state in [self._initial_state.get(index, {})]
+            ]
+        if self._parameters[0].is_cuda:
+            torch.cuda.synchronize(self._parameters[0].device)  # copies of gathered weights
+        state: Mapping[Tensor, dict[str, Any]] = self._inner.state
+        held = [(shard, state) for shard in self._gradient_sync.held_shards]
+        if (change := self._current.change) is not None:
+            held = [each for each in held if each[0].index in change.adopted]
+            held += [(s, change.state) for shards in change.shards.values() for s in shards]
+        weights_of = self._gradient_sync.held_weights_of
+        return [
+            Segment(s.index, s.start, s.stop, weights_of(s), state.get(s.parameter, {}), s.is_own)
+            for s, state in held
+        ]
+
+    @property
+    def parameter_order(self) -> ParameterOrder | None:
+        """The order of the buckets; None before the first step."""
+        return self._current.order if self._current.is_made else None
+
+    @property
+    def needs_reshard(self) -> bool:
+        """Whether it was made for `reshard`, which has not given it weights and state yet."""
+        return self._current.needs_reshard
+
+    @property
+    def shard_epoch(self) -> int:
+        """The number of times that `reshard` has moved the state, since the first replicas."""
+        return self._current.shard_epoch
+
+    @property
+    def predecessor(self) -> Optimizer | None:
+        """The optimizer before, until the first step of all workers."""
+        return self._current.predecessor
+
+    def succeed(self, predecessor: Optimizer | None, *, epoch: int, num_steps: int) -> None:
+        """For `reshard`: go on, and keep the optimizer before if another worker may need it."""
+        self._current.predecessor, self._current.shard_epoch = predecessor, epoch
+        self._current.num_earlier_steps = num_steps
+
+    @property
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model, in the order in which `state_dict` numbers them."""
+        return self._parameters
+
+    @property
+    def num_workers(self) -> int:
+        """The number of replicas, in any mode."""
+        return self._replicas.num_workers
+
+    def make_buckets(self, order: ParameterOrder) -> list[ParameterShard]:
+        """For `reshard`: make buckets in a known order; return the shards that need state."""
+        self._current.order = order
+        self._replace_buckets(self._current.candidate)
+        self._current.is_made = True
+        return list(self._gradient_sync.held_shards)
+
+    def adopt(
+        self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """For `reshard`: take over the state of the shards, and the options of the groups."""
+        for group, loaded in zip(self._inner.param_groups, options, strict=True):
+            group.update(loaded)
+        self._inner.state.update(state)
+        self._current.needs_reshard = False
+
+    def adopt_whole(self, state: State, options: Sequence[Mapping[str, Any]]) -> None:
+        """For `reshard` before the first step: take over the state of whole parameters."""
+        self.adopt({}, options)
+        self._initial_state = state
+
+    def discard_gradients(self) -> None:
+        """Free the memory of gradients, after an abort."""
+        self._gradient_sync.is_prepared = False
+        for bucket in self._gradient_sync.buckets:
+            bucket.release_gradients()
+
     def close(self) -> None:
         """Receive all parameters of the last step, finish the sends to other workers, and end.
 
@@ -596,7 +790,7 @@ class DistributedOptimizer(Optimizer):
     def _name_step(self) -> tuple[int, Worker]:
         """Return the number of the current step and this worker, for a warning."""
         if self._stage is None:
-            return self._num_steps, Worker(0, self._replicas.rank)
+            return self.num_steps, Worker(0, self._replicas.rank)
         return self._stage.num_steps - 1, Worker(self._stage.stage, self._replicas.rank)
 
     @property
@@ -611,9 +805,10 @@ class DistributedOptimizer(Optimizer):
         )
 
     def _update(self) -> None:
-        """Step the wrapped optimizer once, as its counters expect, and gather the weights."""
+        """Step the wrapped optimizer once, as its counters expect; whoever is lost."""
         self._wait_for_copies()
         self._current.copies = None
+        self._current.predecessor = None  # gradients have come from all: they have what they need
         marks = self._marks()
         self._gradient_sync.found_inf.grad = None  # it is not a weight
         if "found_inf" in marks:
@@ -627,7 +822,8 @@ class DistributedOptimizer(Optimizer):
             self._is_updating = False
             for name in marks:
                 delattr(self._inner, name)
-        self._gradient_sync.gather_weights()
+        self._num_steps += 1
+        self._gradient_sync.is_prepared = False
 
     def _marks(self) -> dict[str, Tensor]:
         """Return what tells a fused optimizer to skip the step: of a GradScaler, or over NCCL."""
@@ -651,6 +847,12 @@ class DistributedOptimizer(Optimizer):
 
     def _average(self) -> None:
         """Wait for the mean gradients, after backward; the first time make the buckets."""
+        if self._current.needs_reshard:
+            raise PolicyError(
+                "a step of a DistributedOptimizer(..., for_reshard=True)",
+                expected="reshard() before, from which it gets weights and state",
+                fix="pass it to reshard(), or omit for_reshard",
+            )
         if not self._current.is_made:
             self._make_buckets()
         self._gradient_sync.finish()
@@ -659,13 +861,9 @@ class DistributedOptimizer(Optimizer):
         """Make the buckets in forward order, before the first update."""
         seen_and_frozen = list(self._forward.order), sorted(self._frozen())
         seen, frozen = self._replicas.broadcast_object(seen_and_frozen, _FIRST_MEAN)
-        self._current.order = ParameterOrder.of(
-            seen, len(self._parameters), self._tied.union(frozen)
-        )
-        self._current.unseen = self._current.order.indices[len(seen) :]
-        self._replace_buckets(self._current.candidate)
+        late = self._tied.union(frozen)
+        self.make_buckets(ParameterOrder.of(seen, len(self._parameters), late))
         self._adopt_state(self._initial_state)
-        self._current.is_made = True
 
     def _before_forward(self, indices: Iterable[int]) -> None:
         if self._stage is not None and self._autotuner is not None and torch.is_grad_enabled():
@@ -707,8 +905,12 @@ class DistributedOptimizer(Optimizer):
         device = self._parameters[0].device
         if device.type != "cuda" or self._current.candidate.mode.is_all_reduce:
             return self._modes
-        values = [v for entry in self._inner.state.values() for v in entry.values()]
-        added = sum(v.nbytes for v in values if isinstance(v, Tensor)) * (self.num_replicas - 1)
+        state = self._inner.state
+        held, own = (
+            sum(v.nbytes for p in some for v in state.get(p, {}).values() if _is_tensor(v))
+            for some in (state, [shard.parameter for shard in self._gradient_sync.shards])
+        )
+        added = own * self.num_replicas - held
         cached = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
         fits = added <= torch.cuda.mem_get_info(device)[0] + cached
         return [mode for mode in self._modes if fits or not mode.is_all_reduce]
@@ -717,33 +919,56 @@ class DistributedOptimizer(Optimizer):
         return assign_buckets(self._parameters, self._current.order, bucket_bytes)
 
     def _change_buckets(self, candidate: BucketCandidate) -> None:
-        """Move weights and state to other buckets, one at a time; all workers make this call."""
+        """Move weights and state to other buckets, one at a time; all workers make this call.
+
+        Without buddies the memory of a bucket's old state is free when the next one is gathered.
+        With them it is when all workers are known to have what they need of it: then the next one
+        has been gathered. All-reduce buckets need no other worker: each has the whole state.
+        """
         self.synchronize()
         collectives, state = self._gradient_sync.collectives, dict(self._inner.state)
         self._inner.state.clear()
         old = self._replace_buckets(candidate)
-        for bucket, gathered in zip(
-            old, gather_buckets(old, state, collectives, self._replicas, _STEP), strict=True
-        ):
-            for shard in bucket.shards:
-                state.pop(shard.parameter, None)
+        change = _BucketChange({bucket.number: bucket.held_shards for bucket in old}, state)
+        self._current.change = change
+        is_kept = self._has_buddies and not old[0].is_all_reduce
+
+        def release_earlier(gathered: Bucket) -> None:
+            for number in range(gathered.number):
+                change.release(number)
+
+        found = gather_buckets(
+            *(old, state, collectives, self._replicas, _STEP),
+            on_gathered=release_earlier if is_kept else None,
+        )
+        for bucket, gathered in zip(old, found, strict=True):
+            if not is_kept:
+                change.release(bucket.number)
             self._adopt_state(gathered)
+            change.adopted.update(bucket.parameters)
+        if is_kept:
+            self._replicas.all_gather_number(0.0, _STEP)  # all have what they need of the last
+        self._current.change = None
         collectives.release_buffers()  # of the old sizes
 
     def _replace_buckets(self, candidate: BucketCandidate) -> list[Bucket]:
         """Move the weights to other buckets, with no collective in flight; return the old ones."""
         self._current.candidate = candidate
-        self._current.shard_of.clear()  # they hold gradients
+        self._current.shards_of.clear()  # they hold gradients
+        is_hierarchical, all_reduce = candidate.mode.is_hierarchical, candidate.mode.is_all_reduce
         old = self._gradient_sync.rebuild_buckets(
             self._assign_buckets(candidate.bucket_bytes),
-            self._collectives.get(hierarchical=candidate.mode.is_hierarchical),
-            all_reduce=candidate.mode.is_all_reduce,
+            self._collectives.get(hierarchical=is_hierarchical),
+            all_reduce=all_reduce,
+            buddy_links=self._collectives.buddy_links(hierarchical=is_hierarchical)
+            if self._has_buddies and not all_reduce
+            else None,
         )
-        self._current.shard_of = {shard.index: shard for shard in self._gradient_sync.shards}
         for group in self._inner.param_groups:
             group["params"] = []
-        for index, shard in self._current.shard_of.items():
-            self._inner.param_groups[self._group_of[index]]["params"].append(shard.parameter)
+        for shard in self._gradient_sync.held_shards:
+            self._current.shards_of.setdefault(shard.index, []).append(shard)
+            self._inner.param_groups[self._group_of[shard.index]]["params"].append(shard.parameter)
         self._inner.param_groups[0]["params"].append(self._gradient_sync.found_inf)
         return old
 
@@ -764,13 +989,15 @@ class DistributedOptimizer(Optimizer):
         """Keep this worker's shards of the state of whole parameters, which is emptied."""
         while state:
             index, full = state.popitem()
-            shard = self._current.shard_of.get(index)
-            if shard is not None and full:
-                group = self._inner.param_groups[self._group_of[index]]
-                fused = bool(group.get("fused") or group.get("capturable"))
+            for shard in self._current.shards_of.get(index, ()) if full else ():
                 self._inner.state[shard.parameter] = shard_state(
-                    full, shard, self._parameters[index], fused=fused
+                    full, shard, self._parameters[index], fused=self.counts_on_device(index)
                 )
+
+    def counts_on_device(self, index: int) -> bool:
+        """Whether the wrapped optimizer counts the steps of this parameter on a GPU."""
+        group = self._inner.param_groups[self._group_of[index]]
+        return bool(group.get("fused") or group.get("capturable"))
 
 
 class BucketAutotuner:
@@ -853,6 +1080,10 @@ def _norm_of(
     return torch.linalg.vector_norm(
         torch.stack([torch.zeros((), device=device), *norms]), norm_type
     )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def _digest(specs: Sequence[BucketSpec]) -> str:

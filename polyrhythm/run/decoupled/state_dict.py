@@ -4,7 +4,7 @@ The format is torch's own, so that a checkpoint does not depend on the number of
 of buckets, and a plain optimizer can load it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,21 +49,24 @@ def gather_buckets(
     replicas: Replicas,
     call: str,
     device: torch.device | None = None,
+    *,
+    on_gathered: Callable[[Bucket], None] | None = None,
 ) -> Iterator[State]:
     """Gather the state of the parameters of each bucket in turn, as views of common memory.
 
     All workers make this `call` together, with nothing else in flight in `collectives`. The memory
-    of a bucket is free when the next one is gathered.
+    of a bucket is free when the next one is gathered. `on_gathered` is called when all workers have
+    come to this bucket, and have used the state of those before it.
     """
     shards = (shard for bucket in buckets for shard in bucket.shards)
     summaries = {
-        s.index: {key: _summary(value) for key, value in state.get(s.parameter, {}).items()}
+        s.index: {key: summary_of(value) for key, value in state.get(s.parameter, {}).items()}
         for s in shards
     }
     all_summaries: State = {}
     for received in replicas.all_gather_object(summaries, call):
         for index, summary in received.items():
-            values = {key: _from_summary(each) for key, each in summary.items()}
+            values = {key: from_summary(each) for key, each in summary.items()}
             all_summaries.setdefault(index, {}).update(values)
     for bucket in buckets:
         entries = {index: all_summaries.pop(index, {}) for index in bucket.parameters}
@@ -73,6 +76,8 @@ def gather_buckets(
         for key in keys:
             dtype = next(entry[key] for entry in entries.values() if key in entry)
             flat = _gather(bucket, key, state, collectives, dtype=dtype, device=device)
+            if on_gathered is not None:
+                on_gathered(bucket)
             for index, entry in entries.items():
                 if key in entry:
                     entry[key] = bucket.view_of(flat, index)
@@ -171,6 +176,16 @@ def shard_state(
     return state
 
 
+def flat_state(full: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    """Flatten the state of a whole parameter in its memory order."""
+    return {
+        key: value
+        if _is_shared_scalar(key, value, parameter)
+        else _flat_in_memory_order(value, parameter)
+        for key, value in full.items()
+    }
+
+
 def check_groups(groups: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> None:
     """Refuse `groups` of a checkpoint whose sizes differ from `counts`, this optimizer's."""
     sizes = [len(group["params"]) for group in groups]
@@ -258,7 +273,7 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _summary(value: Any) -> _Summary:
+def summary_of(value: Any) -> _Summary:
     if not isinstance(value, Tensor):
         return None, value
     dtype = str(value.dtype).removeprefix("torch.")
@@ -267,7 +282,7 @@ def _summary(value: Any) -> _Summary:
     return dtype, value.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
 
 
-def _from_summary(summary: _Summary) -> Any:
+def from_summary(summary: _Summary) -> Any:
     """Return a value, or the dtype of a tensor."""
     if summary[0] is None:
         return summary[1]
@@ -279,6 +294,8 @@ def _from_summary(summary: _Summary) -> Any:
 
 def _flat_in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:
     """Flatten `value` in the memory order of the parameter."""
+    if not torch.ops.aten.is_non_overlapping_and_dense(parameter):  # not in a bucket yet
+        return value.to(parameter.device).reshape(-1)
     shape, stride = parameter.shape, parameter.stride()
     placed = torch.empty_strided(shape, stride, dtype=value.dtype, device=parameter.device)
     placed.copy_(value)
