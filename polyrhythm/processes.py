@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import socket
 import sys
@@ -26,11 +27,16 @@ from polyrhythm.types import Seconds
 
 # Exit statuses of a child; a negative one is the signal that ended it. Programs have their own
 # statuses, so these are unlikely numbers.
-FAILED, BAD_INPUT, PEER_LOST = 1, 222, 223
+FAILED, BAD_INPUT, PEER_LOST, FENCED = 1, 222, 223, 224
 TERMINATED = 128 + signal.SIGTERM  # as in a shell: a clean exit after SIGTERM
 INTERRUPTED = 128 + signal.SIGINT  # and after Ctrl-C
 
 _fork = multiprocessing.get_context("fork")
+_OUR_MODULE = re.compile(r"^polyrhythm\.\w+\.")  # of an error's class
+
+
+class FencedError(PeerError):
+    """This process is no longer a member of its job, which goes on without it."""
 
 
 class Failure(NamedTuple):
@@ -167,9 +173,9 @@ class Child:
         if status == BAD_INPUT and text:
             return f"refused: {text}"
         unindented = [line for line in text.splitlines() if line[:1].strip()]
-        if not unindented or status not in (FAILED, PEER_LOST):
+        if not unindented or status not in (FAILED, PEER_LOST, FENCED):
             return f"failed: exit status {status}"
-        return f"failed: {unindented[-1].removeprefix(PeerError.__module__ + '.')}"
+        return f"failed: {_OUR_MODULE.sub('', unindented[-1])}"
 
 
 def end_all(children: Sequence[Child]) -> None:
@@ -274,6 +280,8 @@ def _status_of(work: Callable[[], object]) -> tuple[int, BaseException | None]:
         return FAILED, None
     except UserError as error:
         return BAD_INPUT, error
+    except FencedError as error:
+        return FENCED, error
     except PeerError as error:
         return PEER_LOST, error
     except BaseException as error:

@@ -100,7 +100,9 @@ class TrainCommand:
             run_program(program, ctx.environment)
             self._check_fitted(num_fits)
 
-        with LocalJob(work, num_processes, output_folder=self.output, shown_ranks=(0,)) as job:
+        with LocalJob(
+            work, num_processes, output_folder=self.output, shown_ranks=(0,), keeps_survivors=True
+        ) as job:
             _forward_sigterm(job.request_stop)
             is_interrupted = _forward_interrupt(lambda: job.request_stop(signal.SIGINT))
             try:

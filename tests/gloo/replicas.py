@@ -1,20 +1,16 @@
 """Replicas in real processes, each with its own target; the optimum is the mean of targets."""
 
 import signal
-import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyrhythm.processes import Child, end_all
 from polyrhythm.run.averaging.group_sync import GroupSync
-from polyrhythm.run.comm.launch import DistContext, _run
-from polyrhythm.run.coordinator.keys import WorkerKeys
+from polyrhythm.run.comm.launch import DistContext, LocalJob
 from tests.gloo.pipelines import run_stages
 
 TIMEOUT = 30.0
@@ -70,24 +66,9 @@ def run_with_failures(
             found = work(ctx)
         torch.save(found, folder / f"found{ctx.rank}.pt")
 
-    workers = []
-    with socket.create_server(("127.0.0.1", 0), backlog=num) as listen_socket:
-        for rank, keys in enumerate(WorkerKeys.for_job(num)):
-            ctx = DistContext(
-                rank=rank,
-                world_size=num,
-                local_rank=rank,
-                listen_socket=listen_socket,
-                keys=keys,
-            )
-            output = folder / f"rank{rank}.log"
-            workers.append(Child(partial(_run, work_in_group, ctx), output=output))
-    try:
-        deadline = time.monotonic() + timeout
-        for rank, worker in enumerate(workers):
-            status = worker.wait(deadline - time.monotonic())
+    with LocalJob(work_in_group, num, output_folder=folder, keeps_survivors=True) as job:
+        assert job.wait(timeout), f"it hangs for {timeout:g} s"
+        for rank, worker in enumerate(job._workers):
             expected = -signal.SIGKILL if rank in lost else 0
-            assert status == expected, f"rank {rank} {worker.reason}"
-    finally:
-        end_all(workers)
+            assert worker.status == expected, f"rank {rank} {worker.reason}"
     return {r: torch.load(folder / f"found{r}.pt") for r in range(num) if r not in lost}

@@ -2,7 +2,9 @@
 
 Local workers are forked from a parent that has torch loaded: they start in a tenth of a second and
 share its memory. The parent owns them: they die with the parent, whatever kills it, and the first
-worker that fails ends the job with its error. A worker runs the same code under both launchers.
+worker that fails ends the job with its error, unless the others can go on without it. The job's
+store and membership are served by one more process (`job_coordinator.py`), which is no worker. A
+worker runs the same code under both launchers.
 """
 
 import os
@@ -27,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
 from polyrhythm.processes import (
     BAD_INPUT,
+    FENCED,
     INTERRUPTED,
     PEER_LOST,
     TERMINATED,
@@ -35,6 +38,9 @@ from polyrhythm.processes import (
     wait_for_any,
 )
 from polyrhythm.run.comm.process_groups import count_rounds
+from polyrhythm.run.coordinator.epoch_client import CoordinatorAccess
+from polyrhythm.run.coordinator.epoch_server import LossTimeouts
+from polyrhythm.run.coordinator.job_coordinator import JobCoordinator
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, WorkerKeys
 from polyrhythm.types import Seconds
 
@@ -46,13 +52,19 @@ class DistContext:
     rank: int
     world_size: int
     local_rank: int
-    listen_socket: socket.socket | None = None  # local jobs: rank 0 serves the rendezvous on it
-    keys: WorkerKeys | None = None  # local jobs: for the coordinator's connections
+    is_local: bool = False  # it is a LocalJob
+    store_address: tuple[str, int] | None = None  # local jobs of 2 or more: of their store
+    keys: WorkerKeys | None = None  # local jobs: for the connections of workers with each other
+    coordinator: CoordinatorAccess | None = None  # of the job's epochs; local jobs of 2 or more
+    keeps_survivors: bool = False  # the launcher lets the others go on after a loss
     store: Store | None = None  # the store of the job, after a rendezvous
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the variables that torchrun sets; None if they are not set."""
+        """Read the variables that torchrun sets; None if they are not set.
+
+        Such a job has no coordinator of epochs: a worker that is lost ends it.
+        """
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return None
         try:
@@ -91,9 +103,7 @@ class DistContext:
     def with_store(self, timeout: Seconds) -> "DistContext":
         """Run the rendezvous once and keep its store: `process_group` may then be entered twice."""
         with peer_errors("another process of the job", "rendezvous"):
-            return replace(
-                self, listen_socket=None, store=self._get_store(timedelta(seconds=timeout))
-            )
+            return replace(self, store=self._get_store(timedelta(seconds=timeout)))
 
     def with_store_prefix(self, name: str) -> "DistContext":
         """Prefix all keys in the store, so that several process groups can share it."""
@@ -107,7 +117,7 @@ class DistContext:
         """Initialise torch.distributed for a `with` block, with `timeout` for every wait.
 
         `rank` replaces that of the launcher; `backend` is torch's. All leave at a barrier, since
-        rank 0 serves the store until none needs it.
+        rank 0 may serve the store until none needs it.
         """
         with peer_errors("another process of the job", "joining"):
             limit = timedelta(seconds=timeout)
@@ -134,31 +144,34 @@ class DistContext:
         """Return the store that all processes of the job share."""
         if self.store is not None:
             return self.store
-        if self.listen_socket is None:
+        if not self.is_local:
             store, _, _ = next(rendezvous("env://", timeout=timeout))
             store.set_timeout(timeout)
         elif _open_stores:
             store = _open_stores[0]
         else:
-            store = self._open_store(self.listen_socket, timeout)
+            store = _open_store(self.store_address, timeout)
             _open_stores.append(store)
         # A store outlives a rendezvous: keys of an earlier one are stale.
         name = "polyrhythm/rendezvous"
         return PrefixStore(f"{name} {count_rounds(store, name, self.world_size)}", store)
 
-    def _open_store(self, listen_socket: socket.socket, timeout: timedelta) -> Store:
-        """Open the store of a local job, which rank 0 serves."""
-        host, port = listen_socket.getsockname()
-        listen_fd = listen_socket.detach() if self.rank == 0 else None
-        listen_socket.close()  # a copy left open would accept connections for a dead rank 0
-        return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed as such
-            host,
-            port,
-            self.world_size,
-            is_master=self.rank == 0,
-            timeout=timeout,
-            master_listen_fd=listen_fd,
-        )
+
+def _open_store(address: tuple[str, int] | None, timeout: timedelta) -> Store:
+    """Connect to the store of a local job; serve it in a job of one process."""
+    listen_fd = None
+    if address is None:
+        listen_socket = socket.create_server(("127.0.0.1", 0))
+        address, listen_fd = listen_socket.getsockname(), listen_socket.detach()
+    host, port = address
+    return dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed as such
+        host,
+        port,
+        is_master=listen_fd is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
 
 
 _open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
@@ -187,48 +200,79 @@ class LocalJob:
         output_folder: Path,
         name: Callable[[int], str] = "worker of rank {}".format,
         shown_ranks: Collection[int] = (),
+        keeps_survivors: bool = False,
+        timeouts: LossTimeouts | None = None,
     ) -> None:
         """`name` maps a rank to the worker's name in error messages.
 
         The ranks in `shown_ranks` inherit this process's output, except for their errors: a
         WorkerError has the first one. The others write to a file each.
+
+        With `keeps_survivors` the job goes on, with a line in stderr, without a worker that a
+        signal has ended, that the coordinator has fenced, or that has left after its own SIGTERM:
+        it is lost. The job succeeds when all others do, and at least one has. Any other failure
+        ends the job: an error of the program is the same everywhere, and a worker that cannot go on
+        without a lost one fails for that one's reason. After `request_stop` no loss is accepted.
+        `timeouts` are the coordinator's; its events go to `membership.jsonl` of the folder.
         """
         self._shown_ranks = shown_ranks
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
-        self._name = name
+        self._name, self._keeps_survivors, self._timeouts = name, keeps_survivors, timeouts
         self._workers: list[Child] = []
+        self._coordinator: JobCoordinator | None = None
+        self._lost: list[int] = []  # ranks, in the order in which their ends were noticed
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            with socket.create_server(("127.0.0.1", 0), backlog=self._num_workers) as listen_socket:
-                for rank, keys in enumerate(WorkerKeys.for_job(self._num_workers)):
-                    self._start(rank, listen_socket, keys)
+            keys = WorkerKeys.for_job(self._num_workers)
+            if self._num_workers > 1:
+                log = self._folder / "membership.jsonl"
+                log.unlink(missing_ok=True)  # of an earlier job
+                self._coordinator = JobCoordinator(
+                    [worker.client for worker in keys],
+                    output=self._folder / "coordinator.log",
+                    log=log if self._keeps_survivors else None,
+                    timeouts=self._timeouts,
+                )
+            for rank, worker_keys in enumerate(keys):
+                self._start(rank, worker_keys)
         except BaseException:  # Ctrl-C, or the limit of processes is reached
-            end_all(self._workers)
+            self._end()
             raise
         return self
 
-    def _start(self, rank: int, listen_socket: socket.socket, keys: WorkerKeys) -> None:
+    def _start(self, rank: int, keys: WorkerKeys) -> None:
         ctx = DistContext(
             rank=rank,
             world_size=self._num_workers,
             local_rank=rank,
-            listen_socket=listen_socket,
+            is_local=True,
             keys=keys,
+            keeps_survivors=self._keeps_survivors,
         )
+        if self._coordinator is not None:
+            ctx = replace(
+                ctx,
+                store_address=self._coordinator.store_address,
+                coordinator=self._coordinator.access(keys.client),
+            )
         output = None if rank in self._shown_ranks else self._folder / f"rank{rank}.log"
         work, keeps_failure = partial(_run, self._work, ctx), bool(self._shown_ranks)
         self._workers.append(Child(work, output=output, keeps_failure=keeps_failure))
 
     def request_stop(self, notice: signal.Signals = signal.SIGTERM) -> None:
         """Send a signal to every worker, which may then save a checkpoint: call `wait` next."""
+        self._keeps_survivors = False
         for worker in self._workers:
             if worker.status is None:
                 os.kill(worker.pid, notice)
 
     def wait(self, timeout: Seconds) -> bool:
-        """Wait up to `timeout`; True when all workers have succeeded. Raises WorkerError."""
+        """Wait up to `timeout`; True when all workers have succeeded. Raises WorkerError.
+
+        Workers that are lost need not have: see `keeps_survivors`.
+        """
         deadline = time.monotonic() + timeout
         while any(worker.status is None for worker in self._workers):
             self._raise_failure()
@@ -236,7 +280,8 @@ class LocalJob:
                 break
             wait_for_any(self._workers, remaining)
         self._raise_failure()
-        return all(worker.status == 0 for worker in self._workers)
+        ended = [worker for rank, worker in enumerate(self._workers) if rank not in self._lost]
+        return all(worker.status == 0 for worker in ended)
 
     def _raise_failure(self) -> None:
         """Raise the error of the worker that failed, not of the workers that lost it as a peer.
@@ -248,17 +293,57 @@ class LocalJob:
         while True:
             # Read before the failures: a worker that exits in between is waited for.
             is_any_running = any(worker.status is None for worker in self._workers)
-            failed = {rank: w.status for rank, w in enumerate(self._workers) if w.status}
+            failed = self._failed()
             remaining = deadline - time.monotonic()
             is_cause_unknown = failed and all(map(self._may_follow_another, failed))
             if not (is_cause_unknown and is_any_running and remaining > 0):
                 break
             wait_for_any(self._workers, remaining)
+        if is_cause_unknown:
+            self._raise_cause()
         statuses = {*failed.values()}
         is_leaving = bool(_LEAVING & statuses) and not statuses - _STOPPED_STATUSES
         if failed and not (is_leaving and is_any_running):
             rank = min(failed, key=lambda rank: (*self._doubts(rank), rank))
             raise self._error(rank, failed[rank])
+
+    def _failed(self) -> dict[int, int]:
+        """Return the statuses of the workers that have failed; accept the losses among them."""
+        failed = {
+            rank: worker.status
+            for rank, worker in enumerate(self._workers)
+            if worker.status and rank not in self._lost
+        }
+        if self._keeps_survivors:
+            for rank in [rank for rank, status in failed.items() if _is_loss(status)]:
+                self._accept_loss(rank)
+                del failed[rank]
+            if len(self._lost) == self._num_workers:
+                raise self._error_of_lost(self._lost[0])
+        return failed
+
+    def _accept_loss(self, rank: int) -> None:
+        self._lost.append(rank)
+        worker, reason = self._workers[rank], self._reason(rank)
+        if self._coordinator is not None:
+            self._coordinator.report_exit(rank, f"it {reason}")
+        worker.signal(signal.SIGKILL)  # the processes that it has started
+        if any(other.status is None for other in self._workers):
+            print(f"{self._name(rank)} {reason}: the others go on", file=sys.stderr, flush=True)
+
+    def _raise_cause(self) -> None:
+        """Raise the cause of workers that have only lost another process, if it is known."""
+        if self._lost:
+            raise self._error_of_lost(self._lost[0])
+        process = None if self._coordinator is None else self._coordinator.process
+        if process is not None and process.status is not None:
+            raise WorkerError(
+                -1,
+                "the job's coordinator",
+                process.reason,
+                status=process.status,
+                output=str(process.output) if _has_output(process) else None,
+            )
 
     def _may_follow_another(self, rank: int) -> bool:
         """Whether a failed worker may report another's failure: a lost peer, or a copied error."""
@@ -270,23 +355,50 @@ class LocalJob:
         worker = self._workers[rank]
         return worker.status == PEER_LOST, not worker.failure.traceback
 
+    def _error_of_lost(self, rank: int) -> WorkerError:
+        status = self._workers[rank].status
+        assert status is not None, "it has ended"
+        return self._error(rank, status)
+
     def _error(self, rank: int, status: int) -> WorkerError:
         worker = self._workers[rank]
-        has_output = worker.output is not None and worker.output.stat().st_size > 0
         return WorkerError(
             rank,
             self._name(rank),
-            worker.reason,
+            self._reason(rank),
             status=status,
-            output=str(worker.output) if has_output else None,
+            output=str(worker.output) if _has_output(worker) else None,
             traceback=worker.failure.traceback,
         )
 
+    def _reason(self, rank: int) -> str:
+        worker = self._workers[rank]
+        has_left = rank in self._lost and worker.status in _LEAVING
+        return "has left" if has_left else worker.reason
+
     def __exit__(self, *_: object) -> None:
-        end_all(self._workers)
-        for worker in self._workers:
-            if worker.output and worker.output.exists() and not worker.output.stat().st_size:
-                worker.output.unlink()  # leave no empty files
+        self._end()
+        for child in self._children():
+            if child.output and child.output.exists() and not child.output.stat().st_size:
+                child.output.unlink()  # leave no empty files
+
+    def _end(self) -> None:
+        end_all(self._children())
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def _children(self) -> list[Child]:
+        coordinator = [] if self._coordinator is None else [self._coordinator.process]
+        return [*self._workers, *coordinator]
+
+
+def _is_loss(status: int) -> bool:
+    """Whether a worker with this exit status was ended by another, and has no error of its own."""
+    return status < 0 or status == FENCED or status in _LEAVING
+
+
+def _has_output(child: Child) -> bool:
+    return child.output is not None and child.output.stat().st_size > 0
 
 
 def _run(work: Callable[[DistContext], None], ctx: DistContext) -> None:

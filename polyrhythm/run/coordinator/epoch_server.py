@@ -1,0 +1,447 @@
+"""EpochServer: the epochs of a job (`sync/epochs.py`) as a network service for its members.
+
+One thread receives messages, passes them to JobEpochs, and sends its commands to all present
+members. It only decides which messages are accepted, and notices that a process is lost: its
+launcher says so, its connection has closed and it does not reconnect, or it has sent nothing for
+longer than its heartbeats usually take. A client that reconnects enrolls again, and receives the
+commands of the current epoch again.
+"""
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Self
+
+import msgspec
+import zmq
+
+from polyrhythm.errors import PolicyError
+from polyrhythm.run.coordinator.keys import ServerKeys
+from polyrhythm.run.coordinator.sockets import RouterSocket
+from polyrhythm.sync.epochs import (
+    Await,
+    Begin,
+    Command,
+    Committed,
+    Depart,
+    End,
+    Enroll,
+    Event,
+    Fenced,
+    Finish,
+    JobEpochs,
+    Lost,
+    Member,
+    Tick,
+    Vote,
+)
+from polyrhythm.sync.members import LearnedTimeout
+from polyrhythm.sync.protocol import Count
+from polyrhythm.types import Seconds
+
+HEARTBEAT_INTERVAL: Seconds = 0.5  # of a client's thread, whatever else it sends
+MAX_MESSAGE_BYTES = 1 << 15  # a text has up to 4096 characters of 4 bytes
+CLOSE_TIMEOUT: Seconds = 5.0  # for the thread to end
+_MAX_BATCH = 256  # messages between two checks of timers
+_LONGEST_POLL: Seconds = 0.1  # until the stop event is checked
+_STALL: Seconds = 2.5 * _LONGEST_POLL  # between two polls: this process was stopped or starved
+# After the launcher's report: the last messages of the process may still be on their way.
+_EXIT_DELAY: Seconds = 0.05
+_NUM_DEVIATIONS = 10  # of a usual gap between heartbeats, above its median
+_Key = tuple[Member, int]  # a member and its incarnation
+
+
+class MemberHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Shows that the sender is alive; the server returns it."""
+
+    member: Count
+    incarnation: Count
+
+
+class ServiceEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The server ends, and with it the job."""
+
+    why: str
+
+
+FromMember = Enroll | Await | Vote | Depart | Finish | MemberHeartbeat
+ToMember = Begin | End | Committed | Fenced | MemberHeartbeat | ServiceEnded
+_LOGGED = (Enroll, Depart, Finish, Lost, Begin, End, Fenced)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTimeouts:
+    """When a process counts as lost that its launcher has not reported."""
+
+    reconnect: Seconds = 0.3  # after its connection has closed; a client retries after 0.1 s
+    # Without any message: learned from the gaps between its heartbeats, within these bounds. Until
+    # enough are known it is the longest, since a process that starts may be busy.
+    min_heartbeat: Seconds = 5.0
+    max_heartbeat: Seconds = 15.0
+    answer: Seconds = 60.0  # alive, but not awaiting the next epoch after the end of one
+
+    def __post_init__(self) -> None:
+        is_ordered = 2 * HEARTBEAT_INTERVAL <= self.min_heartbeat <= self.max_heartbeat < math.inf
+        if not (is_ordered and 0 < self.reconnect < math.inf and 0 < self.answer < math.inf):
+            raise PolicyError(
+                str(self),
+                expected=f"min_heartbeat of at least {2 * HEARTBEAT_INTERVAL:g} s, as a process "
+                f"sends a heartbeat each {HEARTBEAT_INTERVAL:g} s, and not above max_heartbeat",
+                fix="omit them for the defaults",
+            )
+
+    def learned_heartbeat(self) -> LearnedTimeout:
+        return LearnedTimeout(
+            1.0, self.min_heartbeat, self.max_heartbeat, self.max_heartbeat, usual=_usual_gap
+        )
+
+
+def _usual_gap(gaps: Iterable[Seconds]) -> Seconds:
+    """Return the median plus some median absolute deviations: few outliers do not move them."""
+    known = list(gaps)
+    middle = median(known)
+    return middle + _NUM_DEVIATIONS * median(abs(gap - middle) for gap in known)
+
+
+class _Connection:
+    """The connection of a present member."""
+
+    __slots__ = ("fd", "heartbeat_at", "heartbeat_timeout", "last_received_at", "routing_id")
+
+    def __init__(self, routing_id: bytes, heartbeat_timeout: LearnedTimeout) -> None:
+        self.routing_id, self.heartbeat_timeout = routing_id, heartbeat_timeout
+        self.fd = -1  # of its socket, at its last Enroll
+        self.last_received_at: Seconds = -math.inf
+        self.heartbeat_at: Seconds = math.nan  # nan: the next gap is not known
+
+
+class _EpochSocket(RouterSocket):
+    """A RouterSocket whose `wait` any thread can end."""
+
+    def __init__(self, bind: str, keys: ServerKeys, *, num_peers: int) -> None:
+        super().__init__(bind, keys, num_peers=num_peers)
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._wake_receiver.setblocking(False)
+        self._poller.register(self._wake_receiver, zmq.POLLIN)
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of wake-ups already, or closed
+            self._wake_sender.send(b"\0")
+
+    def clear_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_receiver.recv(4096)
+
+    def close(self) -> None:
+        super().close()
+        self._wake_sender.close()
+        self._wake_receiver.close()
+
+
+class EpochServer:
+    """Binds its address at once; runs in `serve`, in a thread (`start`), or in a `with` block."""
+
+    def __init__(
+        self,
+        num_members: int,
+        *,
+        bind: str,
+        keys: ServerKeys,
+        timeouts: LossTimeouts | None = None,
+        log: Path | None = None,
+    ) -> None:
+        """The first epoch begins with `num_members`; `log` gets a line of JSON per event.
+
+        The log is written from the first event on, without votes and their commits.
+        """
+        self._timeouts = timeouts or LossTimeouts()
+        self.epochs = JobEpochs(num_members, self._timeouts.answer)
+        self._socket = _EpochSocket(bind, keys, num_peers=num_members)
+        self.address = self._socket.address
+        self._log_path, self._log = log, None if log is None else deque[bytes]()
+        self._counters: Counter[str] = Counter()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromMember).decode
+        self._connections: dict[_Key, _Connection] = {}  # of present members
+        self._current: list[bytes] = []  # the last Begin, the last Committed and the End after it
+        self._suspects: dict[_Key, Seconds] = {}  # processes to check, and when
+        self._exits: dict[_Key, str] = {}  # suspects that have ended, and why
+        self._reports: deque[tuple[Member, str]] = deque()
+        self._heartbeat_check_at: Seconds = math.inf
+        self._last_run_at = time.monotonic()
+        self._stop, self._ended = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Count refused and ignored messages by kind."""
+        total: Counter[str] = Counter()
+        for counters in (self.epochs.counters, self._socket.counters, self._counters):
+            total.update(dict(counters))  # an atomic copy: another thread may be counting
+        return total
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all members have finished or are lost."""
+        return self.epochs.is_over
+
+    def report_exit(self, member: Member, why: str) -> None:
+        """Report that the process of a member has ended. Any thread may call this."""
+        self._reports.append((member, why))
+        self._socket.wake()
+
+    def serve(self, stop_event: threading.Event) -> None:
+        """Serve until `stop_event` is set; notify all members of a defect, then raise it."""
+        why = "the coordinator has ended"
+        try:
+            self._last_run_at = time.monotonic()
+            while not stop_event.is_set():
+                self._run_once()
+        except BaseException as error:
+            why = f"the coordinator has failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._end(why)
+
+    def start(self) -> Self:
+        """Serve in a thread of this process, until `close`."""
+        self._thread = threading.Thread(target=self._run, name="epoch-server", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End; members that are still present lose the coordinator. Raise the service's error."""
+        if self._thread is not None:
+            self._stop.set()
+            self._socket.wake()
+            assert self._ended.wait(CLOSE_TIMEOUT), f"it does not end in {CLOSE_TIMEOUT:g} s"
+            self._thread.join()
+        elif not self._ended.is_set():
+            self._end("the coordinator has ended")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self.serve(self._stop)
+        except BaseException as error:  # raised by `close`
+            self._error = error
+
+    def _end(self, why: str) -> None:
+        try:
+            self._send_to_all(self._encode(ServiceEnded(why)))
+            self._socket.close()
+        finally:
+            self._ended.set()
+
+    def _run_once(self) -> None:
+        """Wait for messages or timers, up to `_LONGEST_POLL`, and handle them."""
+        due = min(self.epochs.next_timer(), self._next_check_at())
+        self._socket.wait(min(due - time.monotonic(), _LONGEST_POLL))
+        received = self._socket.receive(_MAX_BATCH)
+        for routing_id, frame in received:
+            self._on_message(routing_id, frame, time.monotonic())
+        now = time.monotonic()
+        self._extend_after_stall(now - self._last_run_at)
+        self._last_run_at = now
+        if self.epochs.next_timer() <= now:
+            self._step(Tick(now))
+        if self._reports:
+            self._socket.clear_wakes()
+            self._read_reports(now)
+        if self._socket.closed_fds:
+            self._suspect_closed(now)
+        # Check once no queued message can show that a process is alive.
+        if self._next_check_at() <= now and len(received) < _MAX_BATCH:
+            self._check_suspects(now)
+            self._check_heartbeats(now)
+        self._write_log()
+
+    def _on_message(self, routing_id: bytes, frame: zmq.Frame, now: Seconds) -> None:
+        data = frame.bytes
+        try:
+            if len(data) > MAX_MESSAGE_BYTES:
+                self._counters["oversized"] += 1
+                return
+            message = self._decode(data)
+        except Exception:  # any error of the decoder: the bytes are not trusted
+            self._counters["malformed"] += 1
+            return
+        key = message.member, message.incarnation
+        connection = self._connections.get(key)
+        if connection is not None and connection.routing_id != routing_id:
+            self._counters["second_process"] += 1
+            why = f"another process is member {message.member} already"
+            self._send(routing_id, self._encode(Fenced(*key, why)))
+            return
+        if connection is not None:
+            connection.last_received_at = now
+        if isinstance(message, MemberHeartbeat):
+            self._on_heartbeat(routing_id, message, connection, now)
+            return
+        msgspec.structs.force_setattr(message, "now", now)  # frozen, but not shared yet
+        if isinstance(message, Enroll) and connection is not None:  # a reconnect
+            self._counters["reconnected"] += 1
+            for command in self._current:
+                self._send(routing_id, command)
+        self._step(message, routing_id)
+        if isinstance(message, Enroll) and self.epochs.is_member(*key):
+            connection = self._connections[key]
+            connection.fd, connection.last_received_at = frame.get(zmq.SRCFD), now
+            self._heartbeat_check_at = min(
+                self._heartbeat_check_at, now + connection.heartbeat_timeout.current
+            )
+
+    def _on_heartbeat(
+        self,
+        routing_id: bytes,
+        heartbeat: MemberHeartbeat,
+        connection: _Connection | None,
+        now: Seconds,
+    ) -> None:
+        if connection is None:
+            key = heartbeat.member, heartbeat.incarnation
+            self._send(routing_id, self._encode(Fenced(*key, self.epochs.why_absent(*key))))
+            return
+        if not math.isnan(connection.heartbeat_at):
+            connection.heartbeat_timeout.record(now - connection.heartbeat_at)
+        connection.heartbeat_at = now
+        self._send(routing_id, self._encode(heartbeat))
+
+    def _step(self, event: Event, sender: bytes | None = None) -> None:
+        """Pass an event of the connection `sender` to the epochs, and send their commands."""
+        commands = self.epochs.step(event)
+        # The exit of a process that has finished, or is lost already, is no event.
+        is_news = bool(commands) or self.epochs.epoch == 0 or not isinstance(event, Lost)
+        if is_news and isinstance(event, _LOGGED):
+            self._add_to_log(event)
+        if isinstance(event, Finish):
+            self._connections.pop((event.member, event.incarnation), None)
+        elif isinstance(event, Enroll) and sender is not None:
+            key = event.member, event.incarnation
+            if key not in self._connections and self.epochs.is_member(*key):
+                heartbeat_timeout = self._timeouts.learned_heartbeat()
+                self._connections[key] = _Connection(sender, heartbeat_timeout)
+        for command in commands:
+            self._send_command(command, sender)
+
+    def _send_command(self, command: Command, sender: bytes | None) -> None:
+        if isinstance(command, _LOGGED):
+            self._add_to_log(command)
+        data = self._encode(command)
+        if isinstance(command, Fenced):
+            key = command.member, command.incarnation
+            connection = self._connections.pop(key, None)
+            self._suspects.pop(key, None)
+            self._exits.pop(key, None)
+            routing_id = sender if connection is None else connection.routing_id
+            if routing_id is not None:
+                self._socket.send(routing_id, data)
+            return
+        if isinstance(command, Begin):
+            self._current = [data]
+        elif isinstance(command, Committed):
+            self._current = [self._current[0], data]
+        else:
+            self._current.append(data)
+        self._send_to_all(data)
+
+    def _send_to_all(self, data: bytes) -> None:
+        for connection in self._connections.values():
+            self._send(connection.routing_id, data)
+
+    def _send(self, routing_id: bytes, data: bytes) -> None:
+        if not self._socket.send(routing_id, data):
+            deadline = time.monotonic() + self._timeouts.reconnect
+            for key, connection in self._connections.items():
+                if connection.routing_id == routing_id:
+                    self._suspects.setdefault(key, deadline)
+
+    def _read_reports(self, now: Seconds) -> None:
+        while self._reports:
+            member, why = self._reports.popleft()
+            record = self.epochs.present.get(member)
+            if record is None:
+                self._step(Lost(member, 0, why, now))
+            else:
+                key = member, record.incarnation
+                self._exits[key], self._suspects[key] = why, now + _EXIT_DELAY
+
+    def _suspect_closed(self, now: Seconds) -> None:
+        """Schedule a check of the connections whose file descriptors have closed.
+
+        A descriptor may belong to another connection by now, so this alone proves nothing.
+        """
+        closed = set(self._socket.closed_fds)
+        self._socket.closed_fds.clear()
+        for key, connection in self._connections.items():
+            if connection.fd in closed:
+                self._suspects.setdefault(key, now + self._timeouts.reconnect)
+
+    def _extend_after_stall(self, gap: Seconds) -> None:
+        """Extend all timeouts by a time in which this process was stopped or starved."""
+        if gap < _STALL:
+            return
+        self._counters["stalled"] += 1
+        for connection in self._connections.values():
+            connection.last_received_at += gap
+            connection.heartbeat_at = math.nan
+        for key in self._suspects:
+            self._suspects[key] += gap
+
+    def _next_check_at(self) -> Seconds:
+        return min(self._heartbeat_check_at, *self._suspects.values(), math.inf)
+
+    def _check_suspects(self, now: Seconds) -> None:
+        for key in [key for key, deadline in self._suspects.items() if deadline <= now]:
+            self._suspects.pop(key, None)
+            connection = self._connections.get(key)
+            if connection is None:
+                continue
+            heartbeat = self._encode(MemberHeartbeat(*key))
+            if (why := self._exits.pop(key, "")) != "":
+                self._step(Lost(*key, why, now))
+            elif not self._socket.send(connection.routing_id, heartbeat):
+                self._step(Lost(*key, "its connection has closed", now))
+
+    def _check_heartbeats(self, now: Seconds) -> None:
+        if now < self._heartbeat_check_at:
+            return
+        for key, connection in list(self._connections.items()):
+            silent_for = now - connection.last_received_at
+            if silent_for >= connection.heartbeat_timeout.current:
+                self._step(Lost(*key, f"no heartbeat for {silent_for:.1f} s", now))
+        self._heartbeat_check_at = min(
+            (c.last_received_at + c.heartbeat_timeout.current for c in self._connections.values()),
+            default=math.inf,
+        )
+
+    def _add_to_log(self, message: Event | Command) -> None:
+        if self._log is not None:
+            fields = msgspec.structs.asdict(message)
+            fields.pop("now", None)
+            line = {"time": time.time(), "event": type(message).__name__, **fields}
+            self._log.append(msgspec.json.encode(line))
+
+    def _write_log(self) -> None:
+        """Append the new lines to the file: after the commands are sent, as nobody waits for it."""
+        if self._log and self._log_path is not None:
+            with self._log_path.open("ab") as file:
+                while self._log:
+                    file.write(self._log.popleft() + b"\n")
