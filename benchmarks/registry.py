@@ -23,6 +23,7 @@ BENCHMARKS = {  # each is the module benchmarks.NAME.bench
     "converge": "loss over time and samples: group averages against all-reduce",
     "decoupled": "reduce-scatter and all-gather apart (DeAR) against DDP and FSDP2 on slow links",
     "endtoend": "the Trainer against torch's 1F1B and DDP, heterogeneous and homogeneous clusters",
+    "faults": "what the loss of a worker costs, and whether jobs survive many",
     "gpu": "one GPU: against plain loops, DDP and torch's 1F1B; predicted memory and time",
     "lab": "how accurate the lab is, and where its limit lies",
     "models": "Hugging Face models: against transformers.Trainer and Lightning Fabric",

@@ -26,6 +26,7 @@ _FEATURES = {
     "the same result for any partition, sync mode and restart": (3_300, 5_800, 0),
     "Hugging Face models, found splits, evaluation, metrics, data loaders": (5_600, 6_600, 7),
     "GPUs: NCCL, float16, recomputed activations, steps that do not wait": (4_700, 7_200, 0),
+    "workers may be lost: epochs, copies of shards, state that moves": (4_300, 5_000, 9),
 }
 MAX_PACKAGE_LINES, MAX_TOTAL_LINES, MAX_RUN_FILES = (
     sum(numbers) for numbers in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)

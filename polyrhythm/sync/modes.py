@@ -190,11 +190,16 @@ AUTO_MODES = ("decoupled", "balanced", "adaptive", "age")
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
-    """A sync mode with options: those of its policy, and whether averaging overlaps with steps."""
+    """A sync mode with options: those of its policy, and whether averaging overlaps with steps.
+
+    `buddy`: in `decoupled`, each shard of the optimizer's state has a copy at another replica, if
+    the job can go on after a loss.
+    """
 
     mode: str = "decoupled"
     overlap: bool = False
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    buddy: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, str):

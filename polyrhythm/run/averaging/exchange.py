@@ -47,6 +47,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from polyrhythm.cost.sync import SMALL
 from polyrhythm.errors import PeerError, PolicyError, peer_errors
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import (
     INTERFACES,
     NUM_SOCKETS,
@@ -272,6 +273,7 @@ class PeerConnections:
             interfaces = os.environ.get(INTERFACES, "")
             options._devices = [_device(interfaces, number) for number in range(num_sockets)]
             made: Any = dist.ProcessGroupGloo(store, rank, 2, options)
+            current_epoch().add(made)
             return made, num_sockets
 
     def _rendezvous(

@@ -160,7 +160,8 @@ class Rendezvous:
         return self.store.peek(_FAILURE, self._all) is not None
 
     def raise_failure(self) -> None:
-        """Raise the first error of another worker, if there is one."""
+        """Raise the first error of another worker, if there is one, or that of the epoch."""
+        self.store.epoch.check()
         failure = self.store.peek(_FAILURE, self._all)
         if failure is not None:
             worker, why = failure

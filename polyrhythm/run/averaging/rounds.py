@@ -47,6 +47,7 @@ from polyrhythm.run.averaging.split_all_reduce import (
     SplitAllReduce,
     StreamingBuffer,
 )
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import step_timeout
 from polyrhythm.run.comm.store import WARN_AFTER
 from polyrhythm.run.coordinator.client import CoordinatorClient
@@ -140,6 +141,7 @@ class Averager:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="averager", daemon=True)
         self._thread.start()
+        current_epoch().on_end(self.fail)
 
     def publish(
         self,

@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors
-from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
+from polyrhythm.run.comm.epoch import current_epoch
+from polyrhythm.run.comm.store import JobStore, Members, job_store_backend, prefixed
 from polyrhythm.types import Bytes, Seconds
 
 # For every wait for another process, in the whole API: longer than usual pauses, such as an
@@ -156,12 +157,14 @@ def new_nccl_group(
     # Read by the constructor. 2: abort the group after an error, and leave the process alone.
     defaults = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     with making, default_environment(defaults):
-        return dist.ProcessGroupNCCL(  # type: ignore[return-value]  # has the same methods
+        made: dist.ProcessGroup = dist.ProcessGroupNCCL(  # type: ignore[assignment]  # same methods
             PrefixStore(name, _get_default_store()),
             list(ranks).index(dist.get_rank()),
             len(ranks),
             options,
         )
+        current_epoch().add(made)
+        return made
 
 
 @contextlib.contextmanager
@@ -252,19 +255,42 @@ def count_rounds(store: Store, name: str, num_processes: int) -> int:
 def _connect(
     ranks: Sequence[int], purpose: str, name: str, timeout: Seconds, num_sockets: int = 1
 ) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=timeout)  # torch's default is half an hour
-    interfaces = os.environ.get(INTERFACES, "")
-    num_devices = max(num_sockets, interfaces.count(",") + 1)  # each interface has one, as in torch
-    options._devices = [gloo_device(interfaces, number) for number in range(num_devices)]
-    options._threads = 2 * num_devices  # as torch has
+    options = gloo_options(num_sockets)
+    options._timeout = timedelta(seconds=_connect_timeout(ranks, name, timeout))
     with peer_errors("another process", f"making the group for {purpose}"):
-        return dist.ProcessGroupGloo(  # type: ignore[return-value]  # has the same methods
+        made: dist.ProcessGroup = dist.ProcessGroupGloo(  # type: ignore[assignment]  # same methods
             PrefixStore(name, _get_default_store()),
             list(ranks).index(dist.get_rank()),
             len(ranks),
             options,
         )
+    current_epoch().add(made)
+    set_timeout(made, timeout)
+    return made
+
+
+def gloo_options(num_sockets: int = 1) -> Any:
+    """Return the options of a gloo group with at least `num_sockets` per peer."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    interfaces = os.environ.get(INTERFACES, "")
+    num_devices = max(num_sockets, interfaces.count(",") + 1)  # each interface has one, as in torch
+    options._devices = [gloo_device(interfaces, number) for number in range(num_devices)]
+    options._threads = 2 * num_devices  # as torch has
+    return options
+
+
+def _connect_timeout(ranks: Sequence[int], name: str, timeout: Seconds) -> Seconds:
+    """Return how long these ranks may take to connect; in an epoch wait until all are here.
+
+    Gloo waits for their addresses in the store, which no abort can end: a rank that is lost before
+    would delay the next epoch by the timeout.
+    """
+    epoch = current_epoch()
+    if epoch.connects_at_once:
+        backend = prefixed(name, _get_default_store().clone())  # type: ignore[attr-defined]
+        store = JobStore(backend, dist.get_rank(), timeout=timeout)
+        store.barrier("to connect", Members(tuple(ranks)))
+    return epoch.connect_timeout(timeout)
 
 
 def gloo_device(interfaces: str, number: int) -> dist.ProcessGroupGloo.Device:
@@ -316,15 +342,17 @@ def job_mesh(
         )
     layout = torch.arange(world).view(num_pipelines, num_stages)
     pipeline, stage = divmod(dist.get_rank(), num_stages)
-    with peer_errors("another process", "making the groups of the job's mesh"):
-        groups = [
-            dist.new_group(
-                members.tolist(),
-                timeout=timedelta(seconds=timeout),
-                use_local_synchronization=True,
-            )
-            for members in (layout[:, stage], layout[pipeline])
-        ]
+    groups = []
+    for purpose, members in (("dp", layout[:, stage]), ("pp", layout[pipeline])):
+        ranks = members.tolist()
+        with peer_errors("another process", "making the groups of the job's mesh"):
+            name = unique_name(ranks, f"the mesh along {purpose}")
+            limit = timedelta(seconds=_connect_timeout(ranks, name, timeout))
+            group = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+        backend = group._get_backend(torch.device("cpu"))
+        set_timeout(backend, timeout)
+        current_epoch().add(backend)
+        groups.append(group)
     return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=("dp", "pp"))
 
 

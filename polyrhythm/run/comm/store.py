@@ -24,6 +24,7 @@ from msgspec.msgpack import Ext
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from polyrhythm.errors import LaunchError, PeerError, UserError, peer_errors
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.types import Seconds
 
 _logger = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class JobStore:
         """
         self.rank, self.timeout, self.name_of = rank, timeout, name_of
         self._backend, self.check = backend, check
+        self.epoch = current_epoch()  # at whose end all waits end
 
     def broadcast_object(
         self, name: str, value: Any, members: Members, *, as_type: Any = None
@@ -275,6 +277,7 @@ class JobStore:
         start, pause, warn_after, heartbeats = time.monotonic(), _POLL, WARN_AFTER, dict[int, int]()
         deadline, next_scan, missing = start + self.timeout, start + _SCAN_INTERVAL, dict(keys)
         while not self._backend.check(list(keys.values())):
+            self.epoch.check()
             if self.check is not None:
                 self.check()
             now = time.monotonic()

@@ -210,6 +210,11 @@ class TrainerCheckpointer:
         if self.checkpoints is not None:
             self.checkpoints.close()
 
+    def abandon(self) -> None:
+        """Close after a failure; a save in progress ends by itself, without the other stages."""
+        if self.checkpoints is not None:
+            self.checkpoints.__exit__(RuntimeError, RuntimeError(), None)
+
     def _find_checkpoint(self, path: Path | None) -> Path | None:
         """The first pipeline finds and verifies the checkpoint; the others receive its path."""
         self._num_restores += 1

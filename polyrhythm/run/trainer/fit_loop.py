@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from polyrhythm.errors import LaunchError, TrainingError, peer_errors
+from polyrhythm.errors import LaunchError, PeerError, TrainingError, peer_errors
 from polyrhythm.events import Value
 from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Evaluation, Manifest
@@ -45,6 +45,7 @@ from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer.check_model import check_inputs
 from polyrhythm.run.trainer.checkpointer import TrainerCheckpointer
 from polyrhythm.run.trainer.config import FitConfig, TrainerConfig
+from polyrhythm.run.trainer.elastic import ElasticJob
 from polyrhythm.run.trainer.evaluate import EVAL_LOSS, BatchDispatcher, Evaluator
 from polyrhythm.run.trainer.metrics import (
     STEPS_TOGETHER,
@@ -203,6 +204,7 @@ class FitContext:
     metric_store: JobStore  # of the thread that publishes metrics in groups
     site: str | None  # of the workers that communicate over NCCL
     note: str = ""  # shown before the first step
+    elastic: ElasticJob | None = None  # if the job goes on after a loss
     evaluation_numbers: Iterator[int] = field(default_factory=lambda: count(1))
     metric_gathers: dict[tuple[int, ...], MetricGather] = field(default_factory=dict)  # by ranks
     # Of the replicas of this stage, by pipelines: after a loss, those that are left.
@@ -234,6 +236,11 @@ class FitContext:
     @property
     def is_leader(self) -> bool:
         return self.worker == LEADER
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether each shard of the optimizer's state has a copy, for when its owner is lost."""
+        return self.elastic is not None and self.config.sync.buddy
 
     def metric_gather(self, *, in_lockstep: bool) -> MetricGather | None:
         """Return the gather of the workers in lockstep, in groups of the stages of this pipeline.
@@ -391,6 +398,26 @@ class FitLoop:
         self.has_warned_of_labels = self.has_warned_of_scale = False
         self.peak_memory = PeakMemory(context.pipeline.device)
         self.display: FitProgress | None = None
+        self.phase: Phase | None = None  # the last one
+        self.why_epoch_ends = ""  # after the current step, since a worker leaves
+        self._is_continued = False  # after the end of an epoch
+
+    def continue_from(self, earlier: "FitLoop") -> None:
+        """Take over what `earlier`, of the epoch before, has reported of the same fit."""
+        self.steps, self.losses, self.evals = earlier.steps, earlier.losses, earlier.evals
+        self.wants_stop, self.problem = earlier.wants_stop, earlier.problem
+        self._is_continued = True
+        self.has_checked_inputs = earlier.has_checked_inputs
+        self.has_warned_of_labels = earlier.has_warned_of_labels
+        self.has_warned_of_scale = earlier.has_warned_of_scale
+
+    def end_epoch(self, step: int | None) -> None:
+        """After a failure: set the progress to that after `step`, the last one of the epoch.
+
+        None if no step was committed in the epoch: then it is that at its start.
+        """
+        if step is not None and self.phase is not None:
+            self.phase.set_progress(step + 1)
 
     def run(self) -> None:
         name: str | None = self.context.config.sync.first_mode.name
@@ -532,9 +559,10 @@ class FitLoop:
         if self.exchange is not None and mode.name != self._last_mode:
             self.exchange.begin(mode.name, self.progress.step)
         self._last_mode = mode.name
+        self.phase = None
         strategy, phase = self._make_strategy(mode), None
         try:
-            phase = Phase(self, mode, strategy)
+            self.phase = phase = Phase(self, mode, strategy)
             decision = self._in_lockstep(phase) if phase.in_lockstep else self._in_groups(phase)
             progress, before = self.progress, self.progress.step
             progress.sampler_state = decision.sampler_state
@@ -569,6 +597,8 @@ class FitLoop:
                     phase.abort()
             finally:
                 strategy.abort()
+            if isinstance(strategy, DecoupledStrategy):
+                self.progress.optimizer = strategy.optimizer  # with this replica's shards
             raise
         if not phase.in_lockstep and next_mode not in (None, mode.name):
             _broadcast_optimizer_state(progress, self.context)
@@ -585,11 +615,18 @@ class FitLoop:
     def _in_lockstep(self, phase: "Phase") -> SyncDecision:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
         window = None if self.exchange is None else self.exchange.num_steps
+        step = self.progress.step
+        if self._is_continued and self.is_evaluated(step) and step not in dict(self.evals):
+            self._evaluate_between_steps(phase)
         while True:
             self._run_window(phase, window)
             if phase.is_over:
                 phase.strategy.average_all()
                 phase.gather_dataset_states()
+                if self.why_epoch_ends and not self.context.preemption.is_stop_requested:
+                    raise PeerError(
+                        "a worker", action="training", waited=0.0, cause=self.why_epoch_ends
+                    )
                 return self._decide(lambda: self._final_decision(phase.sampler.sampler_state()))
             assert self.exchange is not None, "without windows, run() ends the phase"
             if self.context.pipeline.is_first:
@@ -608,21 +645,24 @@ class FitLoop:
             # After the last step another one is tried, which ends the phase.
             next_stop = self._next_evaluation if self._evaluator is not None else end
             phase.run(max(1, min(end, next_stop) - self.progress.step))
-            if phase.is_over or not self.is_evaluated(self.progress.step):
-                continue
-            phase.finish_metrics()
-            if self.is_stopping:  # the next step ends the phase, and the fit evaluates then
-                continue
-            if phase.mode.averages == "model":
-                phase.strategy.average_all()
-            else:
-                phase.strategy.synchronize()
-            step = self.progress.step
-            is_best = self._evaluate()
-            if is_best or (not self.exit_status and self._is_save_due(step, step)):
-                self.progress.lr_state = phase.lr_state()
-                phase.gather_dataset_states()
-                self._save(phase.strategy, phase.sampler.sampler_state())
+            if not phase.is_over and self.is_evaluated(self.progress.step):
+                self._evaluate_between_steps(phase)
+
+    def _evaluate_between_steps(self, phase: "Phase") -> None:
+        """In lockstep: evaluate, and save a checkpoint that is due, too, or that is the best."""
+        phase.finish_metrics()
+        if self.is_stopping:  # the next step ends the phase, and the fit evaluates then
+            return
+        if phase.mode.averages == "model":
+            phase.strategy.average_all()
+        else:
+            phase.strategy.synchronize()
+        step = self.progress.step
+        is_best = self._evaluate()
+        if is_best or (not self.exit_status and self._is_save_due(step, step)):
+            self.progress.lr_state = phase.lr_state()
+            phase.gather_dataset_states()
+            self._save(phase.strategy, phase.sampler.sampler_state())
 
     def _in_groups(self, phase: "Phase") -> SyncDecision:
         """Train until the samples run out; rank 0 may end them early."""
@@ -736,6 +776,7 @@ class FitLoop:
             num_pipelines=context.num_pipelines,
             process_group=group,
             site=context.site,
+            buddy=context.keeps_copies,
             seed=config.data.seed,
             timeout=config.timeout,
             sampler_state=replace(self.progress.sampler_state, limit=self._limit),
@@ -888,6 +929,10 @@ class Phase:
                 f"metrics of {fit.phase_name}", context.metric_store, context.first_stages
             )
         self._num_tokens: int | None = None  # of this pipeline's last step, on the first stage
+        self._number = 0  # of the global step that is updated
+        self._unreported: MeasuredStep | None = None  # the last step, until its gather starts
+        if context.elastic is not None and self.in_lockstep:
+            strategy.commit = self._commit
         self.is_over = False
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
         self._has_ended_samples = False  # in groups, on rank 0
@@ -914,6 +959,30 @@ class Phase:
         for _ in range(self._lr_scheduler.last_epoch, step):
             self._lr_scheduler.step()
 
+    def _commit(self) -> None:
+        elastic = self._context.elastic
+        assert elastic is not None, "otherwise each update is made"
+        self._fit.why_epoch_ends = why = elastic.commit(self._number)
+        if elastic.ends_job:
+            self._context.preemption.stop(why)
+
+    @property
+    def _is_committed(self) -> bool:
+        """Whether all workers make the update of the current step, if the job is elastic."""
+        elastic = self._context.elastic
+        return elastic is not None and elastic.committed == self._number
+
+    def set_progress(self, num_steps: int) -> None:
+        """Set the progress of the fit to that after so many global steps, the last of this phase.
+
+        All workers have made them, but one that has failed after its update may not know it.
+        """
+        progress, sampler = self._progress, self.sampler
+        assert isinstance(sampler, LockstepSampler), "otherwise there is no last step of all"
+        self.advance_lr_scheduler(num_steps)
+        progress.step, progress.lr_state = num_steps, self.lr_state()
+        progress.sampler_state = sampler.sampler_state(num_steps)
+
     def lr_state(self) -> dict[str, Any] | None:
         """Return the state of the learning rate scheduler."""
         return None if self._lr_scheduler is None else self._lr_scheduler.state_dict()
@@ -929,12 +998,18 @@ class Phase:
             self.finish_metrics()
             self.is_over = True
             return False
-        before = self._progress.step
+        before, failure = self._progress.step, None
         what = f"the update of step {pipeline.num_steps - 1}"
         with pipeline.describe_out_of_memory(what), self._progress.update():
             if self._context.checkpointer is not None:
                 self._context.checkpointer.before_update()
-            self.strategy.update(self.sampler.acknowledge)
+            self._number = batch_slice.step
+            try:
+                self.strategy.update(self.sampler.acknowledge)
+            except PeerError as error:
+                if not self._is_committed:
+                    raise
+                failure = error  # this step counts all the same, and is reported
             learning_rate = self.strategy.optimizer.param_groups[0]["lr"]
             self.advance_lr_scheduler(batch_slice.step + 1)
             self._progress.step = max(before, batch_slice.step + 1)
@@ -952,6 +1027,9 @@ class Phase:
             start=start,
             end=end,
         )
+        self._unreported = step
+        if failure is not None:
+            raise failure
         self._save_if_due(before, batch_slice.step + 1)
         self._report(step)
         return True
@@ -976,6 +1054,7 @@ class Phase:
         if self._metrics.is_late:
             self._finish_step()
         step.measured.wants_stop = float(self._fit.wants_stop)
+        self._unreported = None
         self._metrics.start(step)
         if not self._metrics.is_late:
             self._finish_step()
@@ -1019,7 +1098,7 @@ class Phase:
         """Run a batch on the first stage, which may also be the last."""
         pipeline, preemption = self._context.pipeline, self._context.preemption
         may_start = not self.in_lockstep or preemption.may_start_step(self._progress.step)
-        may_start = may_start and not self._fit.is_stopping
+        may_start = may_start and not (self._fit.is_stopping or self._fit.why_epoch_ends)
         batch_slice = self.sampler.next() if may_start else None
         if batch_slice is None:
             pipeline.end_batches()
@@ -1135,6 +1214,8 @@ class Phase:
     def abort(self) -> None:
         """End after an error, which may have come in the middle of a step."""
         try:
+            if self._context.elastic is not None:
+                self._metrics.abandon(self._unreported)
             self._report_all()  # to callbacks, which may raise anything
         finally:
             if self.group_metrics is not None:

@@ -373,6 +373,15 @@ class StepMetrics:
         is_early = steps[-1].end < self._next_report
         return not (self._may_defer and is_finite and was_finite and is_early)
 
+    def abandon(self, last: MeasuredStep | None) -> None:
+        """After a failure: report steps that were not gathered with this worker's numbers alone.
+
+        `last`: the last step, if its gather has not started.
+        """
+        steps = [*self._started, *self._steps, *([] if last is None else [last])]
+        self._started, self._steps, self._wait = [], [], None
+        self._found += [(step, [step.read()]) for step in steps]
+
     def pop(self) -> list[tuple[MeasuredStep, StepInfo]]:
         """Return what is not reported yet."""
         found, self._found = self._found, []

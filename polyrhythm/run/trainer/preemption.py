@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,15 +40,20 @@ class PreemptionHandler:
         first_stages: Members,
         *,
         grace_period: Seconds,
+        depart: Callable[[str], None] | None = None,
     ) -> None:
-        """`store`: of this object alone, a thread of which uses it; `first_stages`: by pipeline."""
+        """`store`: of this object alone, a thread of which uses it; `first_stages`: by pipeline.
+
+        `depart`: if this worker can leave while the others train on, how it asks to after SIGTERM.
+        """
         store.check = self._check_open  # ends a wait for other first stages
         self._store, self._members, self.first_stages = store, members, first_stages
-        self._grace_period = grace_period
+        self._grace_period, self._depart = grace_period, depart
         self._changed = threading.Condition()
         self._exit_timer: threading.Timer | None = None  # set by SIGTERM
         self.why, self.status = "", 0  # of the exit, set by the notice
         self._num_started, self._has_reported = 0, False
+        self._is_agreed = False  # all workers know the last step
         self._stop_step: int | None = None
         self._closing = threading.Event()
         self._catcher: _SignalCatcher | None = None
@@ -133,7 +138,7 @@ class PreemptionHandler:
     def _watch_store(self) -> None:
         store, has_announced = self._store, False
         try:
-            while not self._closing.is_set():
+            while not (self._closing.is_set() or self._is_agreed):
                 if self.is_stop_requested and not has_announced:
                     store.set_once(_NOTICE, [self.why, self.status], self._members)
                     has_announced = True
@@ -155,8 +160,14 @@ class PreemptionHandler:
             self._exit_timer = threading.Timer(self._grace_period, self._exit_now, [text])
             self._exit_timer.daemon = True
             self._exit_timer.start()
-        if not self.is_stop_requested:
+        if status == TERMINATED and self._depart is not None:
+            self._depart(why)
+        elif not self.is_stop_requested:
             self.why, self.status = why, status
+
+    def stop(self, why: str) -> None:
+        """Let the job end after the current step, which all workers know to be the last."""
+        self._is_agreed, self.why, self.status = True, why, TERMINATED
 
     def _agree_on_stop_step(self) -> None:
         """On first stages: stop after the last step that any pipeline has started."""

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.process_groups import job_mesh
+from polyrhythm.run.comm.process_groups import abort, job_mesh, set_timeout
 from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend, prefixed
 from polyrhythm.run.decoupled.gradient_sync import NcclReach, nccl_reach
 from polyrhythm.run.machine import DEVICE, machine_name
@@ -298,3 +299,30 @@ def join_job(plan: Plan, processes: JobProcesses) -> JobMembership:
     if processes.num_processes > 1:
         stack.enter_context(processes.ctx.process_group(timeout, rank=rank))
     return JobMembership(processes.ctx, plan, plan.worker(rank), timeout, stack)
+
+
+def join_epoch(ctx: DistContext, plan: Plan, worker: Worker, timeout: Seconds) -> JobMembership:
+    """Become a worker of an epoch; `ctx` has its rank, the number of workers and a store."""
+    stack, epoch = ExitStack(), current_epoch()
+    assert ctx.store is not None, "the epoch has one"
+    store = JobStore(prefixed("workers", ctx.store), ctx.rank, timeout=timeout)
+    # Torch waits in the store for all of them, which no abort can end.
+    store.barrier("to connect", Members(tuple(range(ctx.world_size))))
+    stack.enter_context(ctx.process_group(epoch.connect_timeout(timeout)))
+    group = _gloo_of_job()
+    set_timeout(group, timeout)
+    epoch.add(group)
+    return JobMembership(ctx, plan, worker, timeout, stack)
+
+
+def leave_group() -> None:
+    """Leave torch's process group after a failure, if this process is in one."""
+    if dist.is_initialized():
+        abort(_gloo_of_job())
+        dist.destroy_process_group()
+
+
+def _gloo_of_job() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None, "it was initialised"
+    made: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    return cast(dist.ProcessGroup, made)  # it has the same methods

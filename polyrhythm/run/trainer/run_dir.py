@@ -43,6 +43,18 @@ def lock_run_dir(run: Path, store: JobStore, members: Members) -> IO[str] | None
     return locks[0] if locks else None
 
 
+def take_over_lock(run: Path) -> IO[str] | None:
+    """Lock the folder in place of a leader that is lost; None if that one still holds it."""
+    lock = (run / _LOCK).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        _logger.warning("the run folder %s is locked by a process that was lost", run)
+        return None
+    return lock
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanKey:
     """What a cached plan must match to be used again."""

@@ -112,6 +112,9 @@ class NoSync:
     # square of their norm. On a GPU it may still be computed.
     grad_squares: Tensor | float = 0.0
     drops_non_finite = False  # gradients that are not finite are applied on no stage
+    # Called when an update has all it needs; raises PeerError if it must not be made, since a
+    # worker that is lost did not have that.
+    commit: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, pipeline: Pipeline, optimizer: Optimizer, clip: float | None) -> None:
         self.optimizer = optimizer  # the one whose learning rates are scheduled
@@ -132,15 +135,22 @@ class NoSync:
             self._step_scaled(self.scaler)
         elif self.drops_non_finite and self._skips_on_device:
             self.clip()
+            self._commit()
             self._step_if_finite()
         elif self.drops_non_finite and self.drop_non_finite():
             self.grad_squares = math.nan
+            self._commit()
             self.optimizer.step()
         else:
             self.clip()
+            self._commit()
             self.optimizer.step()
         acknowledge()
         _clear_gradients(self.optimizer)
+
+    def _commit(self) -> None:
+        """Before the update, which must not fail after this."""
+        self.commit()
 
     def _step_scaled(self, scaler: LossScaler) -> None:
         """Unscale, clip and step; if any stage has a gradient that is not finite, skip the step.
@@ -155,6 +165,7 @@ class NoSync:
                 squares = self._pipeline.norm_over_stages(squares.sqrt(), 2.0)
             if not squares.isfinite():
                 scaler.skip(self.optimizer)
+        self._commit()
         scaler.step(self.optimizer)
         scaler.update()
 
@@ -236,8 +247,16 @@ class GroupSyncStrategy(NoSync):
 
     def update(self, acknowledge: Callable[[], None]) -> None:
         self.sync.average_gradients()  # before clipping; does nothing if models are averaged
+        averages_gradients = self._num_averaged > 1
+        if averages_gradients:
+            self._check_average()
         super().update(acknowledge)
         self.sync.step()
+        if not averages_gradients:
+            self._check_average()
+
+    def _check_average(self) -> None:
+        """Read the timings of the last average; refuse one without another pipeline's gradients."""
         self._averaged = self.sync.pop_stats()
         if self._averaged.num_members < self._num_averaged:
             raise PeerError(
@@ -275,10 +294,19 @@ class DecoupledStrategy(NoSync):
         process_group: dist.ProcessGroup | None,
         site: str | None,
         timeout: Seconds,
+        buddy: bool,
+        for_reshard: bool = False,
     ) -> None:
+        """`buddy`, `for_reshard`: see DistributedOptimizer."""
         super().__init__(pipeline, optimizer, clip)
         self._distributed = DistributedOptimizer(
-            optimizer, pipeline, process_group=process_group, site=site, timeout=timeout
+            optimizer,
+            pipeline,
+            process_group=process_group,
+            site=site,
+            timeout=timeout,
+            buddy=buddy,
+            for_reshard=for_reshard,
         )
         self.optimizer = self._distributed
         self._state_future: Future[dict[str, Any]] | None = None
@@ -295,6 +323,10 @@ class DecoupledStrategy(NoSync):
 
     def drop_non_finite(self) -> bool:
         return self._distributed.drop_non_finite()
+
+    def _commit(self) -> None:
+        self._distributed.prepare_step()  # it needs other replicas
+        self.commit()
 
     def pop_timings(self) -> AverageTimings:
         return self._distributed.pop_stats()
@@ -346,6 +378,7 @@ def make_sync_strategy(
     num_pipelines: int,
     process_group: dist.ProcessGroup | None,
     site: str | None,
+    buddy: bool,
     seed: int,
     timeout: Seconds,
     sampler_state: SamplerState,
@@ -354,13 +387,19 @@ def make_sync_strategy(
     """Make the strategy of a sync mode: `decoupled`, or a policy; `name` is unique in the job.
 
     `process_group`: the replicas of this stage, if they are not all of the job's; `site`: those of
-    the workers that communicate over NCCL.
+    the workers that communicate over NCCL; `buddy`: in `decoupled`, keep a copy of each shard.
     """
     if num_pipelines == 1:
         return NoSync(pipeline, optimizer, clip)
     if mode.decoupled:
         return DecoupledStrategy(
-            pipeline, optimizer, clip, process_group=process_group, site=site, timeout=timeout
+            pipeline,
+            optimizer,
+            clip,
+            process_group=process_group,
+            site=site,
+            timeout=timeout,
+            buddy=buddy,
         )
     sync = GroupSync(
         pipeline,

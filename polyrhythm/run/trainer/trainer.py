@@ -10,6 +10,7 @@ machines. A step is one global batch, however many processes compute it.
 import atexit
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -23,15 +24,17 @@ from typing import Any, ClassVar, NoReturn, Self, overload
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as replace_struct
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from polyrhythm.errors import LaunchError
+from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.events import Value, worker_log
 from polyrhythm.plan.plan import Plan
-from polyrhythm.processes import INTERRUPTED
+from polyrhythm.processes import INTERRUPTED, TERMINATED, exit_on_sigterm
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
@@ -40,6 +43,7 @@ from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
+from polyrhythm.run.decoupled.reshard import reshard
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
 from polyrhythm.run.machine import machine_name
 from polyrhythm.run.pipeline.loss import LossFunction
@@ -62,6 +66,13 @@ from polyrhythm.run.trainer.config import (
     TrainerConfig,
     no_run_dir,
 )
+from polyrhythm.run.trainer.elastic import (
+    ElasticJob,
+    EpochOverError,
+    EpochStart,
+    JobOverError,
+    ProcessState,
+)
 from polyrhythm.run.trainer.evaluate import EVAL_LOSS, Evaluator, check_metrics
 from polyrhythm.run.trainer.fit_loop import FitContext, FitLoop, TrainProgress
 from polyrhythm.run.trainer.metrics import Callback
@@ -70,15 +81,20 @@ from polyrhythm.run.trainer.preemption import PreemptionHandler
 from polyrhythm.run.trainer.rank_assignment import (
     LEADER,
     Gpu,
+    JobMembership,
     JobProcesses,
+    assign_ranks,
     choose_sites,
     describe_backends,
     device_of_process,
+    join_epoch,
     join_job,
+    leave_group,
 )
-from polyrhythm.run.trainer.run_dir import lock_run_dir
+from polyrhythm.run.trainer.run_dir import lock_run_dir, take_over_lock
 from polyrhythm.run.trainer.sampler import DataSettings
-from polyrhythm.run.trainer.sync_strategy import LossScaler, NoSync
+from polyrhythm.run.trainer.state_transfer import check_state, moves_state, new_transfer_group
+from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, LossScaler, NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.sinks.metrics import METRICS, JsonLines, Logger, StepInfo
@@ -120,6 +136,10 @@ class Trainer:
 
     step = RenamedAttribute("global_step")
     num_fits: ClassVar[int] = 0  # calls of `fit` in this process
+    pipeline: Pipeline
+    # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
+    device_mesh: DeviceMesh | None
+    _context: FitContext
 
     @renamed_arguments(
         run="run_dir=",
@@ -221,30 +241,27 @@ class Trainer:
         self.plan = choose_plan(config, whole, dataset, processes)
         self._global_batch = choose_global_batch(config, self.plan)
         config.split.check(whole, self.plan.layers_per_stage)
-        self._membership = membership = join_job(self.plan, processes)
+        self._elastic = self._make_elastic(processes)
+        self._membership = membership = self._join(processes)
         store, members = membership.job_store("training"), membership.members
         store.check_consistent("settings", config.must_match(order), members)
         check = partial(check_stages, config, whole, dataset, self.plan.layers_per_stage)
         store.run_on_leader("the comparison of stages", check, members)
         self._check_sync(store)
         self._open_files(store)
-        torch_device = device_of_process(config.device.name, membership.ctx)
-        if torch_device.type == "cuda":
-            torch.cuda.set_device(torch_device)
-        self._check_capabilities(torch_device, store)
-        self._site = self._choose_site(torch_device, store)
-        # The workers as ("dp", "pp"), pipelines x stages; None in a job of one process.
-        self.device_mesh = membership.device_mesh(torch_device.type)
-        group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
+        self._device = device_of_process(config.device.name, membership.ctx)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._check_capabilities(self._device, store)
         stage, layers_per_stage = self.worker.stage, self.plan.layers_per_stage
         recompute = self.plan.recomputes(stage)
-        part = config.split.extract_stage(whole, stage, layers_per_stage, recompute=recompute)
-        self.pipeline = self._build_pipeline(part, torch_device, group)
+        self._part = config.split.extract_stage(whole, stage, layers_per_stage, recompute=recompute)
+        self._part.module.to(self._device)
+        if config.device.float8:
+            use_float8(self._part.module, self._device)
+        self._run_info = hugging_face_configs(whole)
         self._samples = self._make_loader(dataset, order)
-        self._checkpointer = self._make_checkpointer(part, group, store)
-        if self._checkpointer is not None:
-            self._checkpointer.run_info |= hugging_face_configs(whole)
-        self._context = self._make_context(store)
+        self._connect(store)
         try:
             self._progress = TrainProgress(optimizer=self._context.new_optimizer())
             self._progress.scaler = self._make_scaler(self._progress.optimizer)
@@ -315,24 +332,30 @@ class Trainer:
         name = f"{self._membership.name}/fit {self._num_fits}"
         if (keep_best := self._config.checkpoint.keep_best) is not None:
             config.check_evaluates(keep_best, f"CheckpointConfig(keep_best={keep_best!r})")
-        loggers, evaluator = self._loggers_of(config), None
-        if eval_dataset is not None:
-            evaluator = self._evaluator("fit()", eval_dataset, metrics)
-            evaluator.is_stop_requested = lambda: self._preemption.is_stop_requested
-        fit_loop = FitLoop(
-            name,
-            self._context,
-            self._progress,
-            config,
-            loggers,
-            evaluator,
-            may_gather_together=not any(have_callbacks),
-        )
-        num_used = self._progress.sampler_state.num_used
+
+        def make_loop() -> FitLoop:
+            evaluator = None
+            if eval_dataset is not None:
+                evaluator = self._evaluator("fit()", eval_dataset, metrics)
+                evaluator.is_stop_requested = lambda: self._preemption.is_stop_requested
+            return FitLoop(
+                name,
+                self._context,
+                self._progress,
+                config,
+                self._loggers_of(config),
+                evaluator,
+                may_gather_together=not any(have_callbacks),
+            )
+
+        fit_loop, num_used = make_loop(), self._progress.sampler_state.num_used
         if fit_loop.num_steps > self.global_step:
             self._begin_run("fit()", overwrite=overwrite)
             self._record_run(fit_loop.num_steps - self.global_step)
-            self._run(fit_loop)
+            while (why := self._run(fit_loop)) is not None:
+                self._recover(fit_loop, why)
+                earlier, fit_loop = fit_loop, make_loop()
+                fit_loop.continue_from(earlier)
             # Without the pipelines that were lost.
             self._context = replace(fit_loop.context, note="")
         elif fit_loop.num_steps and self.worker == LEADER:
@@ -450,8 +473,10 @@ class Trainer:
         self._close_files()
         if self._failure is None or self.plan.num_workers == 1:
             self._membership.leave()
+            if self._elastic is not None:
+                self._elastic.finish()
         else:
-            self._membership.abandon()
+            self._abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -459,7 +484,7 @@ class Trainer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
-        else:
+        elif self._is_open:
             self._is_open = False
             atexit.unregister(self._at_exit)
             self._preemption.close()
@@ -469,15 +494,28 @@ class Trainer:
                 self._progress.paused.abort()
             self.pipeline.__exit__(kind, error, trace)
             self._close_files()
-            self._membership.abandon()
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._membership.abandon()
+        if self._elastic is not None:
+            self._elastic.abandon()
+
+    def _connect(self, store: JobStore) -> None:
+        """Make all that connects this worker to the others, of the job or of its current epoch."""
+        self._site = self._choose_site(self._device, store)
+        self.device_mesh = self._membership.device_mesh(self._device.type)
+        group = None if self.device_mesh is None else self.device_mesh.get_group("pp")
+        self.pipeline = self._build_pipeline(self._part, self._device, group)
+        self._checkpointer = self._make_checkpointer(self._part, group, store)
+        if self._checkpointer is not None:
+            self._checkpointer.run_info |= self._run_info
+        self._context = self._make_context(store)
 
     def _build_pipeline(
         self, part: ModelPartition, device: torch.device, group: dist.ProcessGroup | None
     ) -> Pipeline:
         config, worker = self._config, self.worker
-        part.module.to(device)
-        if config.device.float8:
-            use_float8(part.module, device)
         in_lab = SCENARIO in os.environ  # a scenario may slow this device
         pipeline = Pipeline(
             part,
@@ -506,6 +544,7 @@ class Trainer:
             membership.members,
             membership.first_stages,
             grace_period=config.checkpoint.grace_period,
+            depart=None if self._elastic is None else self._elastic.depart,
         )
         return FitContext(
             config=config,
@@ -524,6 +563,7 @@ class Trainer:
             machines=self._gather_machines(store),
             site=self._site,
             note=self._backends and f"backend: {self._backends}",
+            elastic=self._elastic,
         )
 
     def _make_checkpointer(
@@ -680,7 +720,8 @@ class Trainer:
         """What makes the state after a failed fit known again."""
         return "restore()" if self.plan.num_workers == 1 else ""
 
-    def _run(self, fit_loop: FitLoop) -> None:
+    def _run(self, fit_loop: FitLoop) -> str | None:
+        """Run a fit; return why its epoch has ended before, None for the end of the fit."""
         self._is_fitting, self._failure = True, None
         can_save = self._checkpointer is not None
         try:
@@ -689,9 +730,151 @@ class Trainer:
         except BaseException as error:
             self._failure = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             self.pipeline.abort(f"a failed fit(): {self._failure}")
-            raise
+            if self._elastic is None or not isinstance(error, PeerError):
+                raise
+            return str(error)  # not the error: its traceback holds the sockets of the epoch
         finally:
             self._is_fitting = False
+        return None
+
+    def _make_elastic(self, processes: JobProcesses) -> ElasticJob | None:
+        """Return this process's part in the epochs of the job, if it can go on after a loss."""
+        sync, ctx = self._config.sync, processes.ctx
+        is_exact = sync.mode != AUTO and sync.first_mode.exact
+        if not (ctx.keeps_survivors and is_exact and self.plan.num_pipelines > 1):
+            return None
+        if processes.are_joined or ElasticJob.num_made:
+            what = "in a process group of the script" if processes.are_joined else "the second one"
+            _logger.warning("this Trainer, %s, does not go on after the loss of a worker", what)
+            return None
+        ranks = assign_ranks(self.plan, processes.device_names())
+        return ElasticJob(processes.ctx, self.plan, ranks, timeout=self._config.timeout)
+
+    def _join(self, processes: JobProcesses) -> JobMembership:
+        """Join the job, or its first epoch."""
+        if self._elastic is None:
+            return join_job(self.plan, processes)
+        return self._join_epoch(self._elastic.next_epoch("", ProcessState(0, 0)))
+
+    def _join_epoch(self, start: EpochStart) -> JobMembership:
+        """Join the other workers of an epoch."""
+        if start.worker is None:
+            cause = f"it is no longer needed: {start.assignment.why}"
+            raise PeerError("a worker", action="starting", waited=0.0, cause=cause)
+        self.plan = start.assignment.plan
+        return join_epoch(start.ctx, self.plan, start.worker, self._config.timeout)
+
+    def _recover(self, fit_loop: FitLoop, why: str) -> None:
+        """Go on with the workers that are left, after the last step that all have made.
+
+        A process that is a spare waits here until it is needed, or the job is over.
+        """
+        elastic = self._elastic
+        assert elastic is not None, "otherwise the error was raised"
+        fit_loop.end_epoch(elastic.committed)
+        changes = None
+        while changes is None:
+            _logger.warning("%s: %s", self.worker, why)
+            elastic.end_epoch(why)
+            self._disconnect()
+            try:
+                changes = self._begin_epoch(elastic, fit_loop, why)
+            except EpochOverError as error:
+                why = str(error)
+        if self._lock is None and self._config.run_dir is not None and self.worker == LEADER:
+            self._lock = take_over_lock(self._config.run_dir)
+        self.pipeline.num_steps = self.global_step
+        self._failure = None
+        _logger.warning("goes on after step %d as %s: %s", self.global_step, self.worker, changes)
+
+    def _begin_epoch(self, elastic: ElasticJob, fit_loop: FitLoop, why: str) -> str:
+        """Become a worker of the next epoch that needs this process; return what has changed.
+
+        Raises EpochOverError if the epoch has ended before all were ready for a step.
+        """
+        own, is_spare = ProcessState(self._num_fits, self.global_step), False
+        while True:
+            try:
+                start = elastic.next_epoch(why, own, waits=is_spare)
+            except JobOverError:
+                elastic.finish()
+                self._exit_job(0, "was a spare until the end of the job")
+            if (num_steps := check_state(start)) > self.global_step:
+                fit_loop.end_epoch(num_steps - 1)  # made while this process was a spare
+            try:
+                if start.worker is not None:
+                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                    self._membership = self._join_epoch(start)
+                    self._connect(self._membership.job_store("training"))
+                    self.pipeline.keep_parameters()
+                self._move_state(elastic, start, has_state=own.has_state)
+            except PeerError as error:
+                raise EpochOverError(str(error)) from None
+            if start.leaves:
+                elastic.finish()
+                self._exit_job(TERMINATED, f"has left after step {self.global_step}")
+            if start.worker is not None:
+                return start.assignment.why
+            _logger.warning("process %d is a spare: %s", elastic.member, start.assignment.why)
+            exit_on_sigterm()  # while it waits
+            own, is_spare, why = replace_struct(own, has_state=False), True, ""
+
+    def _move_state(self, elastic: ElasticJob, start: EpochStart, *, has_state: bool) -> None:
+        """Move the state of this stage to those that go on."""
+        config, progress = self._config, self._progress
+        is_sharded = config.sync.first_mode.decoupled
+        if not moves_state(start, self.worker.stage, is_sharded=is_sharded):
+            return
+        old, new = (progress.optimizer if has_state else None), None
+        strategy: DecoupledStrategy | None = None
+        if start.worker is not None and (is_sharded or not has_state):
+            new = self._context.new_optimizer()
+            if is_sharded and self.plan.num_pipelines > 1:
+                strategy = DecoupledStrategy(
+                    self.pipeline,
+                    new,
+                    config.clip_grad_norm,
+                    process_group=None,
+                    site=self._site,
+                    timeout=config.timeout,
+                    buddy=self._context.keeps_copies,
+                    for_reshard=True,
+                )
+                new = strategy.optimizer
+        group = new_transfer_group(start, elastic.member, config.timeout)
+        reshard(old, new, self.model, group, timeout=config.timeout)
+        if new is not None:
+            progress.optimizer, progress.paused = new, strategy
+        if strategy is not None:
+            strategy.pause()
+
+    def _disconnect(self) -> None:
+        """Drop all that connects this worker to the others of an epoch that has ended."""
+        self._preemption.close()
+        for gather in self._context.metric_gathers.values():
+            gather.close()
+        if self._progress.paused is not None:
+            self._progress.paused.abort()
+            self._progress.paused = None
+        self.pipeline.__exit__(RuntimeError, RuntimeError(), None)
+        if self._checkpointer is not None:
+            self._checkpointer.abandon()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._progress.problem, self._progress.is_updating = "", False
+        self._membership.abandon()
+        leave_group()
+
+    def _exit_job(self, status: int, what: str) -> NoReturn:
+        """Exit this process, while others go on or after they have finished."""
+        self._is_open = False
+        atexit.unregister(self._at_exit)
+        self._samples.close()
+        for logger in self._loggers:
+            logger.close()
+        self._close_files()
+        _logger.warning("process %s %s", os.environ.get("RANK", ""), what)
+        sys.exit(status)
 
     def _check_last_step(self) -> None:
         """After a failed fit, refuse to save if stages have not ended after the same step."""
@@ -721,7 +904,7 @@ class Trainer:
         if not has_failed:
             self.close()
         elif self._is_open:
-            self._membership.abandon()
+            self._abandon()
 
     def _record_run(self, num_steps: int) -> None:
         if self._log is not None and self.worker == LEADER:
@@ -763,7 +946,7 @@ class Trainer:
             order,
             self._config.collate_fn,
             seed=self._config.data.seed,
-            workers=self._config.data.workers(self.pipeline.device),
+            workers=self._config.data.workers(self._device),
             batch_size=self._global_batch.size,
             num_shards=self._config.data.stream_shards,
         )

@@ -1,0 +1,1 @@
+"""The loss of workers: what it costs, and whether jobs survive many."""

@@ -1,0 +1,231 @@
+"""A job whose workers may be lost: this process's part in its epochs.
+
+An epoch is a job of a fixed size: its workers connect, and train as if they were all. When it ends,
+each process leaves all its connections and joins the next epoch with those that are left, in which
+it may be another worker, or a spare (`plan/survivors.py`). All reach the same assignment, from the
+same members. In lockstep all have made the same steps then, since a step counts when all workers
+have voted for it (`sync/epochs.py`).
+
+A member is a process, under the rank in the first plan that it began with.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NoReturn
+
+import msgspec
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from polyrhythm.errors import PeerError, TrainingError
+from polyrhythm.plan.plan import Plan
+from polyrhythm.plan.survivors import (
+    Assignment,
+    assign_survivors,
+    first_assignment,
+    missing_stages,
+)
+from polyrhythm.run.comm.epoch import Epoch, enter_epoch
+from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.run.comm.store import JobStore, Members, prefixed
+from polyrhythm.run.coordinator.epoch_client import EpochClient
+from polyrhythm.run.machine import machine_name
+from polyrhythm.sync.epochs import Begin
+from polyrhythm.types import Seconds, Worker
+
+_logger = logging.getLogger(__name__)
+_STATE = "what each process has in memory"
+_MAX_FRUITLESS = 5  # epochs one after the other without a committed step
+
+
+class ProcessState(msgspec.Struct, frozen=True):
+    """What a process has in memory when an epoch begins."""
+
+    fit: int  # the number of its current fit
+    step: int  # global steps done
+    has_state: bool = (
+        True  # of its stage after that step; a spare has lost it after its first epoch
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochStart:
+    """An epoch that begins, as this process sees it."""
+
+    assignment: Assignment
+    worker: Worker | None  # of this process; None for a spare, or if it leaves
+    leaves: bool  # it was asked to: it hands over what only it has, and goes
+    ctx: DistContext  # with its rank in the epoch
+    store: Store  # of the epoch
+    states: Mapping[int, ProcessState]  # by member
+    holders: tuple[int, ...]  # the members with the same stage as this one, itself among them
+
+
+class JobOverError(Exception):
+    """The other processes have finished, and do not need this one."""
+
+
+class EpochOverError(Exception):
+    """An epoch has ended while its workers were connecting."""
+
+
+class ElasticJob:
+    num_made: ClassVar[int] = 0  # in this process, which is a member once
+
+    def __init__(
+        self, ctx: DistContext, plan: Plan, ranks: Sequence[int], *, timeout: Seconds
+    ) -> None:
+        """Enroll this process. `ranks` in the plan, by the launcher's rank.
+
+        `timeout` bounds the wait for others that are alive.
+        """
+        assert ctx.coordinator is not None, "an elastic job has a coordinator"
+        ElasticJob.num_made += 1
+        assert ctx.store is not None, "the rendezvous comes first"
+        self._ctx, self._ranks, self._timeout = ctx, ranks, timeout
+        self.member = ranks[ctx.rank]
+        self._assignment = first_assignment(plan)
+        self._epoch, self._num_fruitless = Epoch(), 0
+        self._num_commits = 0  # in this epoch; steps may go back, after a restore
+        self._committed: int | None = None
+        self.ends_job = False  # all are asked to leave: the last step is committed
+        self._client = EpochClient(
+            ctx.coordinator, member=ctx.rank, node=machine_name(), on_end=self._end_epoch
+        )
+
+    @property
+    def assignment(self) -> Assignment:
+        return self._assignment
+
+    @property
+    def committed(self) -> int | None:
+        """The last step that was committed in this epoch."""
+        return self._committed
+
+    def next_epoch(self, why: str, own: ProcessState, *, waits: bool = False) -> EpochStart:
+        """Wait for the next epoch; a spare `waits` as long as the others train.
+
+        Raises PeerError if this process is no longer a member, TrainingError if those that are left
+        cannot train, and JobOverError.
+        """
+        while True:
+            begin = self._client.next_epoch(why, None if waits else 2 * self._timeout)
+            self._epoch = epoch = Epoch(connects_at_once=True)
+            enter_epoch(epoch)
+            if self._client.ended:  # before `_end_epoch` knew of the new one
+                self._end_epoch(self._client.ended)
+            self._check_progress(begin)
+            start = self._start_of(begin)
+            try:
+                states = self._exchange_states(start.store, begin, own)
+            except PeerError as error:  # it has ended already
+                why = str(error)
+                continue
+            return replace(start, states=states)
+
+    def commit(self, step: int) -> str:
+        """Return when all workers have what their update of a step needs.
+
+        Not empty: why the epoch ends after that step. Raises PeerError if the epoch has ended; then
+        no worker makes the update.
+        """
+        workers = self._assignment.workers
+        committed = self._client.commit(self._num_commits, len(workers), self._timeout)
+        self._num_commits, self._committed, self._num_fruitless = self._num_commits + 1, step, 0
+        self.ends_job = workers.keys() <= {self._ranks[m] for m in committed.departing}
+        return committed.why
+
+    def depart(self, why: str) -> None:
+        """Ask to leave after a step."""
+        self._client.depart(why)
+
+    def finish(self) -> None:
+        """Leave for good: no other process needs this one."""
+        self._client.finish()
+        self._client.close()
+
+    def abandon(self) -> None:
+        """Leave after a failure: the others see that this process is lost."""
+        self._client.close()
+
+    def end_epoch(self, why: str) -> None:
+        """End all waits of this process, since training has failed."""
+        self._end_epoch(why)
+
+    def _end_epoch(self, why: str) -> None:
+        error = PeerError("a worker", action="training", waited=0.0, cause=why)
+        self._epoch.end(error, abort)
+
+    def _check_progress(self, begin: Begin) -> None:
+        self._num_fruitless += 1
+        if self._num_fruitless > _MAX_FRUITLESS:
+            raise PeerError(
+                "another worker",
+                action=f"{_MAX_FRUITLESS} epochs, in which no step was completed",
+                waited=0.0,
+                cause="see the warnings above for why each has ended",
+            )
+        num_commits = 0 if begin.committed is None else begin.committed + 1
+        if self.member in self._assignment.workers and num_commits != self._num_commits:
+            cause = "it has committed a step that this process did not learn of"
+            raise PeerError("the coordinator", action="training", waited=0.0, cause=cause)
+        self._num_commits, self._committed = 0, None
+
+    def _start_of(self, begin: Begin) -> EpochStart:
+        before, members = self._assignment, [self._ranks[m] for m in begin.members]
+        departing = {self._ranks[m] for m in begin.departing}
+        going_on = [member for member in members if member not in departing]
+        assignment = assign_survivors(before, going_on)
+        if assignment is None:
+            self._raise_over(begin, going_on)
+        self._assignment = assignment
+        plan, worker = assignment.plan, assignment.workers.get(self.member)
+        assert self._ctx.store is not None, "the rendezvous comes first"
+        store = PrefixStore(f"polyrhythm/epoch {begin.epoch}", self._ctx.store)
+        stage_of = assignment.first.worker
+        own_stage = stage_of(self.member).stage
+        return EpochStart(
+            assignment=assignment,
+            worker=worker,
+            leaves=self.member in departing,
+            ctx=replace(
+                self._ctx,
+                store=store,
+                rank=-1 if worker is None else plan.rank(worker),
+                world_size=plan.num_workers,
+            ),
+            store=store,
+            states={},
+            holders=tuple(m for m in members if stage_of(m).stage == own_stage),
+        )
+
+    def _exchange_states(
+        self, store: Store, begin: Begin, own: ProcessState
+    ) -> dict[int, ProcessState]:
+        members = [self._ranks[m] for m in begin.members]
+        job_store = JobStore(
+            prefixed("members", store),
+            self.member,
+            timeout=self._timeout,
+            name_of="process {}".format,
+        )
+        found = job_store.all_gather_object(
+            _STATE, own, Members(tuple(members)), as_type=ProcessState
+        )
+        return dict(zip(members, found, strict=True))
+
+    def _raise_over(self, begin: Begin, going_on: Sequence[int]) -> NoReturn:
+        before = self._assignment
+        present = {self._ranks[m] for m in begin.members}
+        lost = {self._ranks[each.member] for each in begin.lost}
+        if before.workers.keys() - present - lost:
+            raise JobOverError
+        stages = ", ".join(map(str, missing_stages(before, going_on))) or "any"
+        causes = "; ".join(f"process {each.member}: {each.why}" for each in begin.lost)
+        raise TrainingError(
+            f"no whole pipeline is left: nobody has the layers of stage {stages} ({causes})",
+            expected="a worker for each stage",
+            fix="restore() the newest checkpoint with the machines that are left, or use more "
+            "pipelines, on different machines",
+        )

@@ -1,0 +1,74 @@
+"""Move training state between the processes of a stage when an epoch begins.
+
+In `decoupled` each replica has a shard of the optimizer's state: those that go on need the shards
+of all that do not, spares and workers that leave among them, and of lost ones from their buddies.
+In the other lockstep modes each replica has everything; then only a process that becomes a worker
+again, after it was a spare, needs the state of another.
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from polyrhythm.errors import TrainingError, peer_errors
+from polyrhythm.run.comm.epoch import current_epoch
+from polyrhythm.run.comm.process_groups import gloo_options, set_timeout
+from polyrhythm.run.comm.store import JobStore, Members, prefixed
+from polyrhythm.run.trainer.elastic import EpochStart
+from polyrhythm.types import Seconds
+
+
+def check_state(start: EpochStart) -> int:
+    """Return how many global steps are done; raises TrainingError if the state is not complete.
+
+    The first thing in an epoch: all processes come to the same result.
+    """
+    worker, states = start.assignment.first.worker, start.states
+    with_state = [member for member, own in states.items() if own.has_state]
+    steps = {states[member].step for member in with_state}
+    if len(steps) > 1:
+        found = ", ".join(f"process {m} has made {states[m].step}" for m in with_state)
+        raise TrainingError(
+            f"processes have made different numbers of steps: {found}",
+            expected="the same number, since a step is made by all or by none",
+            fix="restore() the newest checkpoint, and report this as a defect",
+        )
+    fits = {states[member].fit for member in with_state}
+    missing = {*range(start.assignment.plan.num_stages)} - {worker(m).stage for m in with_state}
+    needed = [m for m in start.assignment.workers if states[m].fit not in fits]
+    if missing or needed:
+        spares = [member for member, own in states.items() if not own.has_state]
+        what = f"stages {sorted(missing)}" if missing else f"the places of processes {needed}"
+        raise TrainingError(
+            f"nobody is left for {what}: processes {spares} were spares for too long",
+            expected="for each stage a worker that has made the last step",
+            fix="restore() the newest checkpoint, or use more pipelines",
+        )
+    return steps.pop()
+
+
+def moves_state(start: EpochStart, stage: int, *, is_sharded: bool) -> bool:
+    """Return whether the processes that hold a stage move its state."""
+    worker = start.assignment.first.worker
+    needy = (m for m in start.assignment.workers if not start.states[m].has_state)
+    return is_sharded or any(worker(member).stage == stage for member in needy)
+
+
+def new_transfer_group(start: EpochStart, member: int, timeout: Seconds) -> dist.ProcessGroup:
+    """Connect all processes that hold the same stage as this one."""
+    store, holders = start.store, start.holders
+    stage = start.assignment.first.worker(member).stage
+    name, rank = f"transfer of stage {stage}", holders.index(member)
+    job_store = JobStore(prefixed(name, store), rank, timeout=timeout)
+    # Workers make their pipelines first, spares need not.
+    job_store.barrier("to connect", Members(tuple(range(len(holders)))))
+    options = gloo_options()
+    options._timeout = timedelta(seconds=current_epoch().connect_timeout(timeout))
+    with peer_errors("another process", f"the {name}"):
+        made: dist.ProcessGroup = dist.ProcessGroupGloo(  # type: ignore[assignment]  # same methods
+            PrefixStore(name, store), rank, len(holders), options
+        )
+    current_epoch().add(made)
+    set_timeout(made, timeout)
+    return made

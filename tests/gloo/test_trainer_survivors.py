@@ -1,0 +1,246 @@
+"""Workers of a Trainer's job are lost: the others go on, with the same steps and results."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyrhythm.errors import WorkerError
+from polyrhythm.processes import TERMINATED
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.coordinator.job_coordinator import LossTimeouts
+from polyrhythm.run.trainer.config import CheckpointConfig
+from tests.gloo import faults
+from tests.gloo.faults import Fault, after_step, both
+from tests.gloo.trainer_jobs import fit, plan_of, samples, trainer
+from tests.gloo.transport_peers import wait_until
+
+NUM_STEPS, _TIMEOUT = 12, 60.0
+
+
+class Found(NamedTuple):
+    """What a survivor has trained."""
+
+    steps: list[int]
+    weights: dict[str, Tensor]
+    evals: list[int]
+
+
+def train(
+    folder: Path,
+    shape: tuple[int, int],
+    fault: Fault,
+    *,
+    eval_every: int | None = None,
+    timeouts: LossTimeouts | None = None,
+    **more: Any,
+) -> dict[int, Found]:
+    """Train stages x pipelines; return what the processes that were left have found, by rank."""
+    plan = plan_of(*shape)
+
+    def work(ctx: DistContext) -> None:
+        callback = fault(ctx)
+        with trainer(plan, **more) as made:
+            fitted = made.fit(
+                max_steps=NUM_STEPS,
+                callbacks=[] if callback is None else [callback],
+                progress=False,
+                eval_every=eval_every,
+                eval_dataset=None if eval_every is None else samples(),
+            )
+            weights = {name: value.clone() for name, value in made.model.state_dict().items()}
+        steps, evals = [info.step for info in fitted.steps], [step for step, _ in fitted.evals]
+        torch.save((steps, weights, evals), folder / f"found{ctx.rank}.pt")
+
+    folder.mkdir(exist_ok=True)
+    logs, num = folder / "logs", plan.num_workers
+    with LocalJob(work, num, output_folder=logs, keeps_survivors=True, timeouts=timeouts) as job:
+        assert job.wait(_TIMEOUT), "not done in time"
+    paths = {rank: folder / f"found{rank}.pt" for rank in range(num)}
+    return {rank: Found(*torch.load(path)) for rank, path in paths.items() if path.exists()}
+
+
+def check(found: dict[int, Found], shape: tuple[int, int], folder: Path) -> None:
+    """Check that the survivors made all steps, once each, and have the weights of one process."""
+    _, expected = fit(folder / "alone", 1, 1, steps=NUM_STEPS)
+    weights = dict[str, Tensor]()
+    for survivor in found.values():
+        assert survivor.steps == list(range(NUM_STEPS))
+        for name, value in survivor.weights.items():
+            torch.testing.assert_close(value, weights.setdefault(name, value), rtol=0, atol=0)
+    assert weights.keys() == expected.keys(), "some stage has no survivor"
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+SYNCS = ["decoupled", "all_reduce", "balanced"]
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_replica(tmp_path: Path, sync: str, victim: int) -> None:
+    found = train(tmp_path, (1, 3), after_step(4, victim), sync=sync)
+    assert found.keys() == {0, 1, 2} - {victim}
+    check(found, (1, 3), tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+def test_a_killed_stage(tmp_path: Path, victim: int, sync: str) -> None:
+    found = train(tmp_path, (2, 2), after_step(4, victim), sync=sync)
+    pipeline = victim // 2
+    lost = {2 * pipeline, 2 * pipeline + 1}  # a spare has no result
+    assert found.keys() == {0, 1, 2, 3} - lost
+    check(found, (2, 2), tmp_path)
+
+
+POINTS = {
+    "all_reduce": ["before_vote", "after_vote", "after_commit", "during_exchange", "after_done"],
+    "balanced": ["before_vote", "during_exchange"],
+    "decoupled": [
+        "before_vote",
+        "after_vote",
+        "after_commit",
+        "during_reduce_scatter",
+        "during_all_gather",
+    ],
+}
+
+
+@pytest.mark.parametrize(("sync", "point"), [(s, p) for s in POINTS for p in POINTS[s]])
+def test_a_loss_at_each_point_of_a_step(tmp_path: Path, sync: str, point: str) -> None:
+    found = train(tmp_path, (1, 3), getattr(faults, point)(1), sync=sync)
+    assert found.keys() == {0, 2}
+    check(found, (1, 3), tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_loss_during_an_evaluation(tmp_path: Path, victim: int) -> None:
+    fault = faults.during_evaluation(victim)
+    found = train(tmp_path, (1, 3), fault, sync="all_reduce", eval_every=3)
+    check(found, (1, 3), tmp_path)
+    assert all(each.evals == [3, 6, 9, 12] for each in found.values())
+
+
+def test_a_loss_during_a_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    found = train(
+        tmp_path,
+        (2, 2),
+        faults.during_checkpoint(1),
+        sync="all_reduce",
+        run_dir=run,
+        checkpoint=CheckpointConfig(every=3),
+    )
+    check(found, (2, 2), tmp_path)
+    complete = [path.name for path in (run / "checkpoints").iterdir()]
+    assert len(complete) == 3, complete
+
+
+@pytest.mark.parametrize("point", ["while_joining", "after_joining"])
+def test_a_second_loss_while_the_survivors_connect(tmp_path: Path, point: str) -> None:
+    fault = both(after_step(4, 1), getattr(faults, point)(2))
+    found = train(tmp_path, (1, 4), fault, sync="all_reduce")
+    assert found.keys() == {0, 3}
+    check(found, (1, 4), tmp_path)
+
+
+@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+def test_two_losses_at_once_leave_one_pipeline_of_what_is_left(tmp_path: Path, sync: str) -> None:
+    found = train(tmp_path, (2, 2), after_step(4, 1, 2), sync=sync)
+    assert found.keys() == {0, 3}  # stage 0 of one pipeline, and stage 1 of the other
+    check(found, (2, 2), tmp_path)
+
+
+@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+def test_a_spare_becomes_a_worker_again(tmp_path: Path, sync: str) -> None:
+    first, second = after_step(3, 1), after_step(7, 2)
+    found = train(tmp_path, (2, 3), both(first, second), sync=sync)
+    assert found.keys() == {0, 3, 4, 5}  # process 0 was a spare, and takes the place of process 2
+    assert found[0].steps != list(range(NUM_STEPS))
+    found[0] = found[0]._replace(steps=list(range(NUM_STEPS)))
+    check(found, (2, 3), tmp_path)
+
+
+def slow_steps(ctx: DistContext) -> Any:
+    """Let steps take a tenth of a second, without a fault."""
+    return lambda info: time.sleep(0.1)
+
+
+def asked_to_leave(step: int, rank: int) -> Fault:
+    """Let steps take a tenth of a second; one process gets SIGTERM after `step`."""
+
+    def fault(ctx: DistContext) -> Any:
+        def callback(info: Any) -> None:
+            time.sleep(0.1)
+            if (ctx.rank, info.step) == (rank, step):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return callback
+
+    return fault
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_that_gets_sigterm_leaves(tmp_path: Path, rank: int) -> None:
+    found = train(tmp_path, (1, 3), asked_to_leave(2, rank), sync="all_reduce")
+    assert found.keys() == {0, 1, 2} - {rank}
+    check(found, (1, 3), tmp_path)
+    events = membership(tmp_path)
+    assert not any(event["event"] == "End" for event in events), "no step was cut"
+    assert [event["departing"] for event in events if event["event"] == "Begin"] == [[], [rank]]
+
+
+def membership(folder: Path) -> list[dict[str, Any]]:
+    """Return the coordinator's log."""
+    lines = (folder / "logs/membership.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_stopped_process_is_lost_and_ends_when_it_wakes(tmp_path: Path) -> None:
+    fault, pid_file = after_step(4, 1, how=signal.SIGSTOP), tmp_path / "pid"
+    timeouts = LossTimeouts(min_heartbeat=1.0, max_heartbeat=1.5)
+
+    def noting(ctx: DistContext) -> Any:
+        if ctx.rank == 1:
+            pid_file.write_text(str(os.getpid()))
+        return fault(ctx)
+
+    def wake() -> None:
+        wait_until(lambda: (tmp_path / "logs/membership.jsonl").exists(), "the job starts")
+        wait_until(lambda: "Lost" in {e["event"] for e in membership(tmp_path)}, "it is lost")
+        os.kill(int(pid_file.read_text()), signal.SIGCONT)
+
+    waking = threading.Thread(target=wake)
+    waking.start()
+    found = train(tmp_path, (1, 3), noting, sync="all_reduce", timeouts=timeouts)
+    waking.join()
+    assert found.keys() == {0, 2}
+    check(found, (1, 3), tmp_path)
+
+
+def test_all_processes_that_are_asked_to_leave_save_and_exit(tmp_path: Path) -> None:
+    plan, run = plan_of(1, 3), tmp_path / "run"
+
+    def work(ctx: DistContext) -> None:
+        with trainer(plan, sync="all_reduce", run_dir=run) as made:
+            made.fit(max_steps=1000, callbacks=[slow_steps(ctx)], progress=False)
+        sys.exit("it was not stopped")
+
+    logs = tmp_path / "logs"
+    with LocalJob(work, 3, output_folder=logs, keeps_survivors=True) as job:
+        assert not job.wait(2.0)
+        job.request_stop()
+        with pytest.raises(WorkerError) as stopped:
+            job.wait(_TIMEOUT)
+    assert stopped.value.status == TERMINATED
+    assert len(list((run / "checkpoints").iterdir())) == 1
+    assert len([e for e in membership(tmp_path) if e["event"] == "Begin"]) == 1
