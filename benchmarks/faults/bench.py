@@ -54,7 +54,7 @@ def run(*, quick: bool, console: Console) -> Result:
     show("a worker that leaves")
     ratios["leave_lost_steps"], step = _leave(quick=quick)
     rows.append(Row("a step before the leave, ms", 1e3 * step))
-    soak = _soak(2 if quick else 20, show)
+    soak = _soak(1 if quick else 20, show)
     ratios |= soak
     print_rows(console, rows, {"what": lambda r: r.what, "value": lambda r: f"{r.value:.4g}"})
     print_bars(console, BARS, ratios, quick=quick)

@@ -34,6 +34,7 @@ from tests.gloo.decoupled import TIMEOUT, WIDTH, inputs_of, loss_of
 from tests.gloo.emulated_cuda import without_cuda
 from tests.gloo.pipelines import assert_equal, run_stages
 from tests.gloo.replicas import run_with_failures
+from tests.grids import long_except
 
 BUCKET, NUM_STEPS, LOST_AT = 200, 8, 4  # the step in which a replica is lost
 NUM_GATHERS = 16  # of two tensors of AdamW for each bucket
@@ -155,7 +156,7 @@ def check_copies(workers: Sequence[Sequence[Any]]) -> None:
 # --- training with buddies -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num", CASES)
+@pytest.mark.parametrize("num", long_except(list(CASES), 1))
 def test_training_with_buddies_is_bit_identical(tmp_path: Path, num: int) -> None:
     """Also if a step is skipped, weights are changed by hand, and buckets change."""
 
@@ -402,7 +403,7 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", long_except(list(POINTS), 0, 2))
 def test_three_of_four_continue_exactly(tmp_path: Path, point: str) -> None:
     loss, first = POINTS[point]
     make = momentum if loss.at == "commit" else adam
@@ -478,7 +479,7 @@ def test_replicas_join_one_that_was_alone(tmp_path: Path) -> None:
 SECOND_LOSSES = ("wait", "first barrier", "second barrier", "unequal")
 
 
-@pytest.mark.parametrize("second", SECOND_LOSSES)
+@pytest.mark.parametrize("second", long_except(list(SECOND_LOSSES), 0))
 def test_loss_of_another_replica_during_the_recovery_loses_nothing(
     tmp_path: Path, second: str
 ) -> None:
@@ -583,7 +584,7 @@ def send_to_buddy_and_die(collectives: GlooCollectives, flat: Tensor, number: in
     die()
 
 
-@pytest.mark.parametrize("num_gathered", [0, 1, 7, NUM_GATHERS - 1])
+@pytest.mark.parametrize("num_gathered", long_except([0, 1, 7, NUM_GATHERS - 1], 1))
 def test_loss_during_a_change_of_buckets_loses_nothing(tmp_path: Path, num_gathered: int) -> None:
     loss, left = Loss((1,)), [0, 2, 3]
 

@@ -287,7 +287,7 @@ def _connect_timeout(ranks: Sequence[int], name: str, timeout: Seconds) -> Secon
     """
     epoch = current_epoch()
     if epoch.connects_at_once:
-        backend = prefixed(name, _get_default_store().clone())  # type: ignore[attr-defined]
+        backend = prefixed(name, _get_default_store())
         store = JobStore(backend, dist.get_rank(), timeout=timeout)
         store.barrier("to connect", Members(tuple(ranks)))
     return epoch.connect_timeout(timeout)
