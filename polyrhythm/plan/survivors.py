@@ -93,7 +93,7 @@ def missing_stages(current: Assignment, members: Collection[int]) -> tuple[int, 
     return tuple(stage for stage in range(current.first.num_stages) if stage not in held)
 
 
-def stages_without_reserve(plan: Plan, by_machine: Mapping[int, str]) -> tuple[str, ...]:
+def machines_without_reserve(plan: Plan, by_machine: Mapping[int, str]) -> tuple[str, ...]:
     """Return the machines whose loss alone would leave no whole pipeline.
 
     `by_machine` has the machine of every member. Machines come in the order of their members.

@@ -160,7 +160,7 @@ def test_interrupted_demo_stops_workers_and_keeps_log(
 ) -> None:
     with long_demo(tmp_path) as demo:
         workers = psutil.Process(demo.child.pid).children(recursive=True)
-        assert len(workers) == 4
+        assert len(workers) == 5, "with the coordinator"
         demo.child.signal(signal_number)  # like Ctrl-C: to the whole process group
         assert demo.child.wait(30) == status
         assert "Traceback" not in demo.stderr

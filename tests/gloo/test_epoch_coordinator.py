@@ -23,6 +23,7 @@ from polyrhythm.run.coordinator.epoch_server import EpochServer, LossTimeouts
 from polyrhythm.run.coordinator.keys import ClientKeys, KeyPair, ServerKeys
 from polyrhythm.sync.epochs import Begin
 from tests.gloo.coordinators import eventually
+from tests.gloo.transport_peers import wait_until
 
 TIMEOUT = 20.0
 FOREVER = 3600
@@ -242,10 +243,11 @@ def access_text(access: CoordinatorAccess) -> str:
 @pytest.mark.timeout(60)
 def test_second_process_for_a_member_is_fenced_and_the_first_goes_on() -> None:
     with server_of(1) as (_, access):
-        first, second = Member(access, 0), Member(access, 0)
+        first = Member(access, 0)
+        first.begin()
+        second = Member(access, 0)
         with pytest.raises(FencedError, match="another process is member 0 already"):
             second.begin()
-        first.begin()
         assert first.client.commit(1, 1, TIMEOUT).number == 1
         first.client.finish()
         second.client.close()
@@ -258,6 +260,7 @@ def test_waits_end_after_their_timeouts() -> None:
         with pytest.raises(PeerError, match="not all processes that are left await the next"):
             members[0].client.next_epoch("", 0.1)
         members[1].begin()  # the first one still awaits it
+        wait_until(lambda: members[0].client.epoch == 1, "it begins there, too")
         with pytest.raises(PeerError, match="not all of 2 workers have voted"):
             members[0].client.commit(1, 2, 0.1)
         assert members[1].client.commit(1, 2, TIMEOUT).number == 1, "its vote counts"

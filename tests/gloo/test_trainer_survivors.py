@@ -11,13 +11,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.processes import TERMINATED
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
-from polyrhythm.run.trainer.config import CheckpointConfig
+from polyrhythm.run.trainer import checkpointer
+from polyrhythm.run.trainer.config import CheckpointConfig, DeviceConfig
+from polyrhythm.run.trainer.fit_loop import BufferCopies
 from tests.gloo import faults
 from tests.gloo.faults import Fault, after_step, both
 from tests.gloo.trainer_jobs import fit, plan_of, samples, trainer
@@ -252,3 +255,118 @@ def test_all_processes_that_are_asked_to_leave_save_and_exit(tmp_path: Path) -> 
     assert stopped.value.status == TERMINATED
     assert len(list((run / "checkpoints").iterdir())) == 1
     assert len([e for e in membership(tmp_path) if e["event"] == "Begin"]) == 1
+
+
+def stopped_job(folder: Path, shape: tuple[int, int], fault: Fault, stop_after: float) -> Path:
+    """Run a job until all its processes are asked to leave; return its checkpoints."""
+    plan, run = plan_of(*shape), folder / "run"
+
+    def work(ctx: DistContext) -> None:
+        callback = fault(ctx) or slow_steps(ctx)
+        with trainer(plan, sync="all_reduce", run_dir=run) as made:
+            made.fit(max_steps=1000, callbacks=[callback], progress=False)
+        sys.exit("it was not stopped")
+
+    logs = folder / "logs"
+    with LocalJob(work, plan.num_workers, output_folder=logs, keeps_survivors=True) as job:
+        with pytest.raises(WorkerError) as stopped:
+            if not job.wait(stop_after):
+                job.request_stop()
+            job.wait(_TIMEOUT)
+        assert stopped.value.status == TERMINATED
+    return run / "checkpoints"
+
+
+def test_a_job_with_a_spare_saves_when_all_are_asked_to_leave(tmp_path: Path) -> None:
+    fault = after_step(2, 1)
+    assert len(list(stopped_job(tmp_path, (2, 2), fault, 4.0).iterdir())) == 1
+
+
+def test_the_last_pipeline_saves_when_one_of_its_workers_is_asked_to_leave(tmp_path: Path) -> None:
+    plan, run = plan_of(2, 2), tmp_path / "run"
+    faults_of = both(after_step(2, 1), asked_to_leave(8, 3))
+
+    def work(ctx: DistContext) -> None:
+        callback = faults_of(ctx) or slow_steps(ctx)
+        with trainer(plan, sync="all_reduce", run_dir=run) as made:
+            made.fit(max_steps=1000, callbacks=[callback], progress=False)
+        sys.exit("it was not stopped")
+
+    logs = tmp_path / "logs"
+    job = LocalJob(work, 4, output_folder=logs, keeps_survivors=True)
+    with job, pytest.raises(WorkerError):
+        assert not job.wait(_TIMEOUT), "it goes on"
+    assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+def test_a_loss_after_a_restore_repeats_no_later_steps(tmp_path: Path) -> None:
+    """The steps of the fit before the restore do not count as made."""
+    plan, run = plan_of(1, 3), tmp_path / "run"
+
+    def work(ctx: DistContext) -> None:
+        with trainer(plan, sync="all_reduce", run_dir=run) as made:
+            made.fit(max_steps=2, progress=False)
+            made.save()
+            made.fit(max_steps=8, progress=False)
+            made.restore(run / "checkpoints" / "step-00000002")
+            if ctx.rank == 1:
+                faults.at_call(EpochClient, "commit", 0, 1)(ctx)
+            fitted = made.fit(max_steps=NUM_STEPS, progress=False)
+            weights = {name: value.clone() for name, value in made.model.state_dict().items()}
+        torch.save((weights, [info.step for info in fitted.steps]), tmp_path / f"{ctx.rank}.pt")
+
+    with LocalJob(work, 3, output_folder=tmp_path / "logs", keeps_survivors=True) as job:
+        assert job.wait(_TIMEOUT)
+    _, expected = fit(tmp_path / "alone", 1, 1, steps=NUM_STEPS)
+    for rank in (0, 2):
+        weights, steps = torch.load(tmp_path / f"{rank}.pt")
+        assert steps == list(range(2, NUM_STEPS))
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_spare_that_works_again_agrees_on_evaluations(tmp_path: Path) -> None:
+    fault = both(after_step(3, 1), faults.at_call(EpochClient, "commit", 8, 2))
+    found = train(tmp_path, (2, 3), fault, sync="all_reduce", eval_every=4)
+    assert found.keys() == {0, 3, 4, 5}
+    assert found[3].evals == [4, 8, 12]
+
+
+@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+@pytest.mark.parametrize("point", long_except(["before_vote", "after_commit"], 0))
+def test_a_loss_in_float16(tmp_path: Path, sync: str, point: str) -> None:
+    device = DeviceConfig("cpu", autocast=torch.float16)
+    found = train(tmp_path, (1, 3), getattr(faults, point)(1), sync=sync, device=device)
+    assert found.keys() == {0, 2}
+    for each in found.values():
+        assert each.steps == list(range(NUM_STEPS))
+        for name, value in each.weights.items():
+            assert torch.equal(value, found[0].weights[name])
+
+
+def test_running_statistics_of_a_repeated_step_count_once() -> None:
+    module = nn.BatchNorm1d(4)
+    module(torch.randn(8, 4))
+    copies, before = BufferCopies(module), {k: v.clone() for k, v in module.state_dict().items()}
+    copies.save()
+    module(torch.randn(8, 4))
+    assert not torch.equal(module.running_mean, before["running_mean"])
+    copies.restore()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module(torch.randn(8, 4))
+    copies.save()
+    copies.restore()
+    assert int(module.num_batches_tracked) == 2
+
+
+def test_a_loss_while_the_last_checkpoint_is_written_is_an_error(tmp_path: Path) -> None:
+    fault = faults.at_call(checkpointer.Checkpointer, "_write", 0, 1)
+    with pytest.raises(WorkerError, match="the last checkpoint was not saved"):
+        train(
+            tmp_path,
+            (2, 2),
+            fault,
+            sync="all_reduce",
+            run_dir=tmp_path / "run",
+            checkpoint=CheckpointConfig(every=1000),
+        )

@@ -15,8 +15,8 @@ from polyrhythm.plan.survivors import (
     Assignment,
     assign_survivors,
     first_assignment,
+    machines_without_reserve,
     missing_stages,
-    stages_without_reserve,
 )
 from polyrhythm.types import AUTO, Worker
 
@@ -221,7 +221,7 @@ def test_without_a_loss_nothing_changes(plan: Plan) -> None:
 @given(plans())
 def test_with_a_machine_per_pipeline_any_but_the_last_may_be_lost(plan: Plan) -> None:
     machines = {m: f"n{plan.worker(m).pipeline}" for m in range(plan.num_workers)}
-    fatal = stages_without_reserve(plan, machines)
+    fatal = machines_without_reserve(plan, machines)
     assert fatal == (("n0",) if plan.num_pipelines == 1 else ())
     current, present = first_assignment(plan), set(range(plan.num_workers))
     for number in range(plan.num_pipelines - 1):
@@ -243,7 +243,7 @@ def test_machines_without_reserve_are_those_whose_loss_ends_the_job(
     for machine in set(machines.values()):
         others = [member for member in machines if machines[member] != machine]
         ends = assign_survivors(current, others) is None
-        assert (machine in stages_without_reserve(plan, machines)) == ends
+        assert (machine in machines_without_reserve(plan, machines)) == ends
 
 
 def named_plan(num_stages: int, regions: Sequence[str], numbers: Sequence[int] = ()) -> Plan:
@@ -438,7 +438,7 @@ def test_a_bounded_schedule_is_chosen_again_for_another_number_of_devices() -> N
 def test_the_machines_of_a_stage_without_replicas_have_no_reserve() -> None:
     plan = even_plan(num_layers=2, num_stages=2, num_pipelines=2)
     machines = {0: "n0", 1: "n1", 2: "n2", 3: "n1"}  # both workers of stage 1 are on n1
-    assert stages_without_reserve(plan, machines) == ("n1",)
+    assert machines_without_reserve(plan, machines) == ("n1",)
 
 
 def test_a_long_reason_counts_what_it_does_not_list() -> None:

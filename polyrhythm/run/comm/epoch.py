@@ -29,16 +29,21 @@ class Epoch:
         self._lock = threading.Lock()
         self._error: PeerError | None = None
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self._kept: list[dist.ProcessGroup] = []
         self._on_end: list[weakref.WeakMethod[Callable[[PeerError], None]]] = []
 
     def connect_timeout(self, timeout: Seconds) -> Seconds:
         """Return the longest wait for the other members of a new group."""
         return min(timeout, _CONNECT_TIMEOUT) if self.connects_at_once else timeout
 
-    def add(self, group: dist.ProcessGroup) -> None:
-        """Abort a group when the epoch ends; raises the error if it has ended."""
+    def add(self, group: dist.ProcessGroup, *, keeps: bool = False) -> None:
+        """Abort a group when the epoch ends; raises the error if it has ended.
+
+        `keeps`: also if nothing else refers to this object, as to one that torch makes on request.
+        """
         with self._lock:
             self._groups.add(group)
+            self._kept += [group] * keeps
         self.check()
 
     def on_end(self, function: Callable[[PeerError], None]) -> None:
@@ -46,8 +51,9 @@ class Epoch:
 
         Not if its object is gone by then.
         """
-        with self._lock:
-            self._on_end.append(weakref.WeakMethod(function))
+        if self.connects_at_once:  # other epochs do not end
+            with self._lock:
+                self._on_end.append(weakref.WeakMethod(function))
 
     def check(self) -> None:
         """Raise the error of the epoch if it has ended."""
@@ -58,10 +64,6 @@ class Epoch:
                 waited=self._error.waited,
                 cause=self._error.cause,
             )
-
-    @property
-    def error(self) -> PeerError | None:
-        return self._error
 
     def end(self, error: PeerError, abort: Callable[[dist.ProcessGroup], None]) -> None:
         """End all waits of this epoch with an error; `abort` ends those in a group."""

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -342,18 +342,32 @@ def job_mesh(
         )
     layout = torch.arange(world).view(num_pipelines, num_stages)
     pipeline, stage = divmod(dist.get_rank(), num_stages)
-    groups = []
-    for purpose, members in (("dp", layout[:, stage]), ("pp", layout[pipeline])):
-        ranks = members.tolist()
-        with peer_errors("another process", "making the groups of the job's mesh"):
-            name = unique_name(ranks, f"the mesh along {purpose}")
-            limit = timedelta(seconds=_connect_timeout(ranks, name, timeout))
-            group = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
-        backend = group._get_backend(torch.device("cpu"))
-        set_timeout(backend, timeout)
-        current_epoch().add(backend)
-        groups.append(group)
+    with peer_errors("another process", "making the groups of the job's mesh"):
+        groups = [
+            _new_mesh_group(members.tolist(), f"the mesh along {along}", timeout)
+            for along, members in (("dp", layout[:, stage]), ("pp", layout[pipeline]))
+        ]
     return DeviceMesh.from_group(groups, device_type, layout, mesh_dim_names=("dp", "pp"))
+
+
+def _new_mesh_group(ranks: list[int], purpose: str, timeout: Seconds) -> dist.ProcessGroup:
+    limit, epoch = timeout, current_epoch()
+    if epoch.connects_at_once:
+        limit = _connect_timeout(ranks, unique_name(ranks, purpose), timeout)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timedelta(seconds=limit), use_local_synchronization=True
+    )
+    if epoch.connects_at_once:
+        backend = gloo_of(made)
+        set_timeout(backend, timeout)
+        epoch.add(backend, keeps=True)
+    return made
+
+
+def gloo_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the gloo group in a group of torch.distributed."""
+    made: Any = group._get_backend(torch.device("cpu"))
+    return cast(dist.ProcessGroup, made)  # it has the same methods
 
 
 def replica_ranks(

@@ -85,7 +85,8 @@ class LossTimeouts:
     # enough are known it is the longest, since a process that starts may be busy.
     min_heartbeat: Seconds = 5.0
     max_heartbeat: Seconds = 15.0
-    answer: Seconds = 60.0  # alive, but not awaiting the next epoch after the end of one
+    # Alive, but not awaiting the next epoch after the end of one: it may compile or evaluate.
+    answer: Seconds = 600.0
 
     def __post_init__(self) -> None:
         is_ordered = 2 * HEARTBEAT_INTERVAL <= self.min_heartbeat <= self.max_heartbeat < math.inf

@@ -27,7 +27,7 @@ from polyrhythm.plan.survivors import (
 )
 from polyrhythm.run.comm.epoch import Epoch, enter_epoch
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.process_groups import abort
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, abort, step_timeout
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.machine import machine_name
@@ -88,7 +88,6 @@ class ElasticJob:
         self._assignment = first_assignment(plan)
         self._epoch, self._num_fruitless = Epoch(), 0
         self._num_commits = 0  # in this epoch; steps may go back, after a restore
-        self._committed: int | None = None
         self.ends_job = False  # all are asked to leave: the last step is committed
         self._client = EpochClient(
             ctx.coordinator, member=ctx.rank, node=machine_name(), on_end=self._end_epoch
@@ -98,11 +97,6 @@ class ElasticJob:
     def assignment(self) -> Assignment:
         return self._assignment
 
-    @property
-    def committed(self) -> int | None:
-        """The last step that was committed in this epoch."""
-        return self._committed
-
     def next_epoch(self, why: str, own: ProcessState, *, waits: bool = False) -> EpochStart:
         """Wait for the next epoch; a spare `waits` as long as the others train.
 
@@ -110,13 +104,14 @@ class ElasticJob:
         cannot train, and JobOverError.
         """
         while True:
-            begin = self._client.next_epoch(why, None if waits else 2 * self._timeout)
+            limit = 2 * max(self._timeout, DEFAULT_TIMEOUT)  # longer than the coordinator waits
+            begin = self._client.next_epoch(why, None if waits else limit)
             self._epoch = epoch = Epoch(connects_at_once=True)
             enter_epoch(epoch)
             if self._client.ended:  # before `_end_epoch` knew of the new one
                 self._end_epoch(self._client.ended)
             self._check_progress(begin)
-            start = self._start_of(begin)
+            start = self._start_of(begin, is_spare=waits)
             try:
                 states = self._exchange_states(start.store, begin, own)
             except PeerError as error:  # it has ended already
@@ -124,16 +119,19 @@ class ElasticJob:
                 continue
             return replace(start, states=states)
 
-    def commit(self, step: int) -> str:
-        """Return when all workers have what their update of a step needs.
+    def commit(self) -> str:
+        """Return when all workers have what their update of the current step needs.
 
         Not empty: why the epoch ends after that step. Raises PeerError if the epoch has ended; then
         no worker makes the update.
         """
-        workers = self._assignment.workers
-        committed = self._client.commit(self._num_commits, len(workers), self._timeout)
-        self._num_commits, self._committed, self._num_fruitless = self._num_commits + 1, step, 0
-        self.ends_job = workers.keys() <= {self._ranks[m] for m in committed.departing}
+        timeout = step_timeout(self._timeout, self._num_commits)
+        num_voters = len(self._assignment.workers)
+        committed = self._client.commit(self._num_commits, num_voters, timeout)
+        self._num_commits, self._num_fruitless = self._num_commits + 1, 0
+        departing = {self._ranks[m] for m in committed.departing}
+        going_on = [m for m in self._assignment.members if m not in departing]
+        self.ends_job = bool(departing) and assign_survivors(self._assignment, going_on) is None
         return committed.why
 
     def depart(self, why: str) -> None:
@@ -144,6 +142,7 @@ class ElasticJob:
         """Leave for good: no other process needs this one."""
         self._client.finish()
         self._client.close()
+        enter_epoch(Epoch())
 
     def abandon(self) -> None:
         """Leave after a failure: the others see that this process is lost."""
@@ -170,15 +169,18 @@ class ElasticJob:
         if self.member in self._assignment.workers and num_commits != self._num_commits:
             cause = "it has committed a step that this process did not learn of"
             raise PeerError("the coordinator", action="training", waited=0.0, cause=cause)
-        self._num_commits, self._committed = 0, None
+        self._num_commits = 0
 
-    def _start_of(self, begin: Begin) -> EpochStart:
+    def _start_of(self, begin: Begin, *, is_spare: bool) -> EpochStart:
         before, members = self._assignment, [self._ranks[m] for m in begin.members]
         departing = {self._ranks[m] for m in begin.departing}
         going_on = [member for member in members if member not in departing]
         assignment = assign_survivors(before, going_on)
+        if assignment is None and departing:  # without them nobody trains: they save and exit
+            assignment, departing = assign_survivors(before, members), set()
+            self.ends_job = assignment is not None
         if assignment is None:
-            self._raise_over(begin, going_on)
+            self._raise_over(begin, going_on, is_spare=is_spare)
         self._assignment = assignment
         plan, worker = assignment.plan, assignment.workers.get(self.member)
         assert self._ctx.store is not None, "the rendezvous comes first"
@@ -215,16 +217,17 @@ class ElasticJob:
         )
         return dict(zip(members, found, strict=True))
 
-    def _raise_over(self, begin: Begin, going_on: Sequence[int]) -> NoReturn:
+    def _raise_over(self, begin: Begin, going_on: Sequence[int], *, is_spare: bool) -> NoReturn:
         before = self._assignment
         present = {self._ranks[m] for m in begin.members}
         lost = {self._ranks[each.member] for each in begin.lost}
-        if before.workers.keys() - present - lost:
+        if is_spare and before.workers.keys() - present - lost:
             raise JobOverError
-        stages = ", ".join(map(str, missing_stages(before, going_on))) or "any"
+        stages = ", ".join(map(str, missing_stages(before, going_on)))
         causes = "; ".join(f"process {each.member}: {each.why}" for each in begin.lost)
+        what = f"nobody has the layers of stage {stages}" if stages else "devices are shared"
         raise TrainingError(
-            f"no whole pipeline is left: nobody has the layers of stage {stages} ({causes})",
+            f"no whole pipeline is left: {what} ({causes or 'others have finished'})",
             expected="a worker for each stage",
             fix="restore() the newest checkpoint with the machines that are left, or use more "
             "pipelines, on different machines",

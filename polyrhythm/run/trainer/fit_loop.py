@@ -28,6 +28,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -400,24 +401,28 @@ class FitLoop:
         self.display: FitProgress | None = None
         self.phase: Phase | None = None  # the last one
         self.why_epoch_ends = ""  # after the current step, since a worker leaves
+        self.committed: int | None = None  # the last step that all workers have made in this epoch
         self._is_continued = False  # after the end of an epoch
 
     def continue_from(self, earlier: "FitLoop") -> None:
         """Take over what `earlier`, of the epoch before, has reported of the same fit."""
         self.steps, self.losses, self.evals = earlier.steps, earlier.losses, earlier.evals
         self.wants_stop, self.problem = earlier.wants_stop, earlier.problem
+        self.is_stopping, self.phase = earlier.is_stopping, earlier.phase
         self._is_continued = True
         self.has_checked_inputs = earlier.has_checked_inputs
         self.has_warned_of_labels = earlier.has_warned_of_labels
         self.has_warned_of_scale = earlier.has_warned_of_scale
 
-    def end_epoch(self, step: int | None) -> None:
-        """After a failure: set the progress to that after `step`, the last one of the epoch.
+    def end_epoch(self) -> None:
+        """After a failure: set the progress to that after the last step that all have made."""
+        if self.committed is not None:
+            self.catch_up(self.committed + 1)
 
-        None if no step was committed in the epoch: then it is that at its start.
-        """
-        if step is not None and self.phase is not None:
-            self.phase.set_progress(step + 1)
+    def catch_up(self, num_steps: int) -> None:
+        """Set the progress to that after so many global steps, which others may have made."""
+        if self.phase is not None:
+            self.phase.set_progress(num_steps)
 
     def run(self) -> None:
         name: str | None = self.context.config.sync.first_mode.name
@@ -559,7 +564,6 @@ class FitLoop:
         if self.exchange is not None and mode.name != self._last_mode:
             self.exchange.begin(mode.name, self.progress.step)
         self._last_mode = mode.name
-        self.phase = None
         strategy, phase = self._make_strategy(mode), None
         try:
             self.phase = phase = Phase(self, mode, strategy)
@@ -615,9 +619,8 @@ class FitLoop:
     def _in_lockstep(self, phase: "Phase") -> SyncDecision:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
         window = None if self.exchange is None else self.exchange.num_steps
-        step = self.progress.step
-        if self._is_continued and self.is_evaluated(step) and step not in dict(self.evals):
-            self._evaluate_between_steps(phase)
+        if self._is_continued:
+            self._agree_after_loss(phase)
         while True:
             self._run_window(phase, window)
             if phase.is_over:
@@ -648,10 +651,23 @@ class FitLoop:
             if not phase.is_over and self.is_evaluated(self.progress.step):
                 self._evaluate_between_steps(phase)
 
+    def _agree_after_loss(self, phase: "Phase") -> None:
+        """Agree on what the loss may have cut at some workers: an evaluation, a wish to stop."""
+        step, context = self.progress.step, self.context
+        own = step in dict(self.evals), self.is_stopping, self.problem
+        name = f"the state of the fit in {self.phase_name}"
+        found = context.store.all_gather_object(name, own, context.members)
+        self.is_stopping = any(is_stopping for _, is_stopping, _ in found)
+        self.problem = next((problem for *_, problem in found if problem), "")
+        if self.is_evaluated(step) and not all(is_done for is_done, *_ in found):
+            self.evals = [each for each in self.evals if each[0] != step]
+            self._evaluate_between_steps(phase)
+
     def _evaluate_between_steps(self, phase: "Phase") -> None:
         """In lockstep: evaluate, and save a checkpoint that is due, too, or that is the best."""
         phase.finish_metrics()
-        if self.is_stopping:  # the next step ends the phase, and the fit evaluates then
+        # The next step ends the phase; the fit evaluates then, or the next epoch.
+        if self.is_stopping or self.why_epoch_ends:
             return
         if phase.mode.averages == "model":
             phase.strategy.average_all()
@@ -816,6 +832,33 @@ class FitLoop:
             self.progress.optimizer.load_state_dict(state)
 
 
+class BufferCopies:
+    """Copies of a module's buffers, such as running statistics, for a step that is repeated."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._buffers = list(module.buffers())
+        # Torch changes running statistics without a new version.
+        norms = (each for each in module.modules() if isinstance(each, _NormBase))
+        self._unversioned = {buffer for norm in norms for buffer in norm.buffers()}
+        self._copies = [(buffer._version, buffer.clone()) for buffer in self._buffers]
+
+    def save(self) -> None:
+        """Copy the buffers that may have changed since the last call."""
+        for number, buffer in enumerate(self._buffers):
+            if self._may_have_changed(buffer, self._copies[number][0]):
+                self._copies[number] = buffer._version, buffer.clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set changed buffers to what they were."""
+        for buffer, (version, copied) in zip(self._buffers, self._copies, strict=True):
+            if self._may_have_changed(buffer, version):
+                buffer.copy_(copied)
+
+    def _may_have_changed(self, buffer: Tensor, version: int) -> bool:
+        return buffer._version != version or buffer in self._unversioned
+
+
 class SavedCheckpoints:
     """Calls `on_checkpoint` on every worker for each checkpoint that becomes complete in a fit.
 
@@ -931,8 +974,11 @@ class Phase:
         self._num_tokens: int | None = None  # of this pipeline's last step, on the first stage
         self._number = 0  # of the global step that is updated
         self._unreported: MeasuredStep | None = None  # the last step, until its gather starts
+        self._has_cut_step = False  # if it fails now, a step is to be repeated
+        self._buffers: BufferCopies | None = None
         if context.elastic is not None and self.in_lockstep:
             strategy.commit = self._commit
+            self._buffers = BufferCopies(context.pipeline.module)
         self.is_over = False
         self.next_sync_mode: str | None = None  # in groups, on rank 0: the mode to switch to
         self._has_ended_samples = False  # in groups, on rank 0
@@ -962,15 +1008,15 @@ class Phase:
     def _commit(self) -> None:
         elastic = self._context.elastic
         assert elastic is not None, "otherwise each update is made"
-        self._fit.why_epoch_ends = why = elastic.commit(self._number)
+        self._fit.why_epoch_ends = why = elastic.commit()
+        self._fit.committed = self._number
         if elastic.ends_job:
             self._context.preemption.stop(why)
 
     @property
     def _is_committed(self) -> bool:
         """Whether all workers make the update of the current step, if the job is elastic."""
-        elastic = self._context.elastic
-        return elastic is not None and elastic.committed == self._number
+        return self._fit.committed == self._number
 
     def set_progress(self, num_steps: int) -> None:
         """Set the progress of the fit to that after so many global steps, the last of this phase.
@@ -989,12 +1035,16 @@ class Phase:
 
     def _step(self) -> bool:
         """Run one step; return False, and run none, if the phase is over."""
+        self._has_cut_step = True
+        if self._buffers is not None:
+            self._buffers.save()
         start, losses, pipeline = time.perf_counter(), list[Tensor](), self._context.pipeline
         self.strategy.scale_loss()
         with self._context.config.device.precision(pipeline.device):
             run = self._run_first_stage if pipeline.is_first else self._run_later_stage
             batch_slice = run(losses)
         if batch_slice is None:
+            self._has_cut_step = False
             self.finish_metrics()
             self.is_over = True
             return False
@@ -1030,6 +1080,7 @@ class Phase:
         self._unreported = step
         if failure is not None:
             raise failure
+        self._has_cut_step = False
         self._save_if_due(before, batch_slice.step + 1)
         self._report(step)
         return True
@@ -1214,9 +1265,13 @@ class Phase:
     def abort(self) -> None:
         """End after an error, which may have come in the middle of a step."""
         try:
-            if self._context.elastic is not None:
+            if self._buffers is not None:
                 self._metrics.abandon(self._unreported)
-            self._report_all()  # to callbacks, which may raise anything
+                if self._has_cut_step and not self._is_committed:
+                    self._buffers.restore()
+            problem = self._report_all()  # to callbacks, which may raise anything
+            if self._context.elastic is not None and problem:
+                self._fit.request_stop(problem)
         finally:
             if self.group_metrics is not None:
                 self.group_metrics.stop()

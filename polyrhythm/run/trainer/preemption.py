@@ -1,5 +1,8 @@
 """Preemption notices: after SIGTERM to any process of a job, all processes stop, save and exit.
 
+Where the others can train on, the process that gets it asks the coordinator to leave instead
+(`elastic.py`).
+
 Ctrl-C during a fit that can save is such a notice, too, without a grace period; a second one ends
 the process at once. A thread receives the signal even while training waits in gloo, and publishes
 it in the job's store. In lockstep all pipelines must stop after the same step: the first stage of
@@ -130,7 +133,8 @@ class PreemptionHandler:
                 if number == signal.SIGTERM:
                     self._request_stop(f"{me} received SIGTERM", TERMINATED)
                 elif is_interrupted:
-                    self._exit_now(f"interrupted again: {me} exits now, without saving")
+                    text = f"interrupted again: {me} exits now, without saving"
+                    self._exit_now(text, INTERRUPTED)
                 else:
                     is_interrupted = True
                     self._request_stop(f"{me} was interrupted", INTERRUPTED)
@@ -157,7 +161,9 @@ class PreemptionHandler:
         """Take the first notice; SIGTERM after Ctrl-C still limits the time that is left."""
         if status == TERMINATED and self._exit_timer is None:
             text = f"{why}: still running after {self._grace_period:g} s, exits now"
-            self._exit_timer = threading.Timer(self._grace_period, self._exit_now, [text])
+            self._exit_timer = threading.Timer(
+                self._grace_period, self._exit_now, [text, TERMINATED]
+            )
             self._exit_timer.daemon = True
             self._exit_timer.start()
         if status == TERMINATED and self._depart is not None:
@@ -179,9 +185,9 @@ class PreemptionHandler:
             self._stop_step = max(started)
             self._changed.notify_all()
 
-    def _exit_now(self, text: str) -> None:
+    def _exit_now(self, text: str, status: int) -> None:
         print(text, file=sys.stderr, flush=True)
-        os._exit(self.status)
+        os._exit(self.status or status)
 
 
 class InterruptDelay:

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.process_groups import abort, job_mesh, set_timeout
+from polyrhythm.run.comm.process_groups import abort, gloo_of, job_mesh, set_timeout
 from polyrhythm.run.comm.store import PROCESS_NAME, JobStore, Members, job_store_backend, prefixed
 from polyrhythm.run.decoupled.gradient_sync import NcclReach, nccl_reach
 from polyrhythm.run.machine import DEVICE, machine_name
@@ -311,7 +311,7 @@ def join_epoch(ctx: DistContext, plan: Plan, worker: Worker, timeout: Seconds) -
     stack.enter_context(ctx.process_group(epoch.connect_timeout(timeout)))
     group = _gloo_of_job()
     set_timeout(group, timeout)
-    epoch.add(group)
+    epoch.add(group, keeps=True)
     return JobMembership(ctx, plan, worker, timeout, stack)
 
 
@@ -324,5 +324,4 @@ def leave_group() -> None:
 
 def _gloo_of_job() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None, "it was initialised"
-    made: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
-    return cast(dist.ProcessGroup, made)  # it has the same methods
+    return gloo_of(dist.group.WORLD)

@@ -55,6 +55,10 @@ class LossScaler(torch.amp.GradScaler):
         if not found:  # this stage has no gradient: its layers are frozen
             found[self.device] = torch.zeros((), device=self.device)
 
+    def forget(self) -> None:
+        """After `unscale_`, without an update: the step is repeated."""
+        self._per_optimizer_states.clear()
+
     def skip(self, optimizer: Optimizer) -> None:
         """Let `step` skip the update, and `update` lower the scale; after `unscale_`."""
         for found in self._found_inf_per_device(optimizer).values():
@@ -165,9 +169,15 @@ class NoSync:
                 squares = self._pipeline.norm_over_stages(squares.sqrt(), 2.0)
             if not squares.isfinite():
                 scaler.skip(self.optimizer)
-        self._commit()
-        scaler.step(self.optimizer)
-        scaler.update()
+        try:
+            self._commit()
+        except PeerError:
+            scaler.forget()
+            raise
+        try:
+            scaler.step(self.optimizer)
+        finally:  # the update was made, though another worker may be lost
+            scaler.update()
 
     @property
     def _skips_on_device(self) -> bool:

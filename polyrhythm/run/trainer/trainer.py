@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,10 +35,12 @@ from torch.utils.data import Dataset
 from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.events import Value, worker_log
 from polyrhythm.plan.plan import Plan
+from polyrhythm.plan.survivors import machines_without_reserve
 from polyrhythm.processes import INTERRUPTED, TERMINATED, exit_on_sigterm
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
+from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
@@ -224,7 +227,7 @@ class Trainer:
             raise _missing("optimizer_fn" if optimizer_fn is None else "dataset")
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
-        self._is_fitting = self._has_started = False
+        self._is_fitting = self._has_started = self._exits_on_sigterm = False
         self._num_fits = self._num_begins = 0
         self._num_saves = 0  # after a failure
         self._failure: str | None = None  # of the last fit
@@ -356,6 +359,7 @@ class Trainer:
                 self._recover(fit_loop, why)
                 earlier, fit_loop = fit_loop, make_loop()
                 fit_loop.continue_from(earlier)
+                self._stop_if_asked(fit_loop)
             # Without the pipelines that were lost.
             self._context = replace(fit_loop.context, note="")
         elif fit_loop.num_steps and self.worker == LEADER:
@@ -468,15 +472,22 @@ class Trainer:
         if self._progress.paused is not None:
             self._progress.paused.close()
         self.pipeline.close()
+        is_saved = self._checkpointer is None or self._checkpointer.wait()
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._close_files()
         if self._failure is None or self.plan.num_workers == 1:
             self._membership.leave()
-            if self._elastic is not None:
-                self._elastic.finish()
         else:
             self._abandon()
+        if self._elastic is not None:
+            self._elastic.finish()
+            if not is_saved:
+                raise CheckpointError(
+                    "the last checkpoint was not saved",
+                    expected="all stages of the first pipeline alive until it is on disk",
+                    fix="start the job again: restore() continues from the checkpoint before",
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -539,6 +550,9 @@ class Trainer:
 
     def _make_context(self, store: JobStore) -> FitContext:
         config, membership = self._config, self._membership
+        if self._exits_on_sigterm:
+            self._exits_on_sigterm = False
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._preemption = PreemptionHandler(
             membership.job_store("preemption"),
             membership.members,
@@ -737,6 +751,12 @@ class Trainer:
             self._is_fitting = False
         return None
 
+    def _stop_if_asked(self, fit_loop: FitLoop) -> None:
+        """Begin no step in an epoch of workers that were all asked to leave: save and exit."""
+        if self._elastic is not None and self._elastic.ends_job:
+            fit_loop.why_epoch_ends = "all that are left are asked to leave"
+            self._preemption.stop(fit_loop.why_epoch_ends)
+
     def _make_elastic(self, processes: JobProcesses) -> ElasticJob | None:
         """Return this process's part in the epochs of the job, if it can go on after a loss."""
         sync, ctx = self._config.sync, processes.ctx
@@ -748,6 +768,10 @@ class Trainer:
             _logger.warning("this Trainer, %s, does not go on after the loss of a worker", what)
             return None
         ranks = assign_ranks(self.plan, processes.device_names())
+        machines = {ranks[i]: host.machine for i, host in enumerate(processes.hosts())}
+        fatal = machines_without_reserve(self.plan, machines)
+        if fatal and len({*machines.values()}) > 1 and processes.ctx.rank == 0:
+            _logger.warning("no whole pipeline would be left without %s", " or ".join(fatal))
         return ElasticJob(processes.ctx, self.plan, ranks, timeout=self._config.timeout)
 
     def _join(self, processes: JobProcesses) -> JobMembership:
@@ -771,7 +795,7 @@ class Trainer:
         """
         elastic = self._elastic
         assert elastic is not None, "otherwise the error was raised"
-        fit_loop.end_epoch(elastic.committed)
+        fit_loop.end_epoch()
         changes = None
         while changes is None:
             _logger.warning("%s: %s", self.worker, why)
@@ -798,15 +822,19 @@ class Trainer:
                 start = elastic.next_epoch(why, own, waits=is_spare)
             except JobOverError:
                 elastic.finish()
-                self._exit_job(0, "was a spare until the end of the job")
+                self._exit_job(TERMINATED, "was a spare until the end of the job")
+            except SystemExit:  # SIGTERM to a spare
+                elastic.finish()
+                raise
             if (num_steps := check_state(start)) > self.global_step:
-                fit_loop.end_epoch(num_steps - 1)  # made while this process was a spare
+                fit_loop.catch_up(num_steps)  # made while this process was a spare
+            assert self.global_step == num_steps, "a spare knows the fit that it waits in"
             try:
                 if start.worker is not None:
-                    signal.signal(signal.SIGTERM, signal.SIG_DFL)
                     self._membership = self._join_epoch(start)
                     self._connect(self._membership.job_store("training"))
                     self.pipeline.keep_parameters()
+                    self._share_scale(has_state=own.has_state)
                 self._move_state(elastic, start, has_state=own.has_state)
             except PeerError as error:
                 raise EpochOverError(str(error)) from None
@@ -816,8 +844,17 @@ class Trainer:
             if start.worker is not None:
                 return start.assignment.why
             _logger.warning("process %d is a spare: %s", elastic.member, start.assignment.why)
-            exit_on_sigterm()  # while it waits
             own, is_spare, why = replace_struct(own, has_state=False), True, ""
+
+    def _share_scale(self, *, has_state: bool) -> None:
+        """In float16: scale the loss as the workers that made the last step."""
+        scaler = self._progress.scaler
+        if scaler is None:
+            return
+        store, members = self._context.store, self._context.members
+        own = scaler.state_dict() if has_state else None
+        found = store.all_gather_object("the scale of the loss", own, members)
+        scaler.load_state_dict(next(each for each in found if each is not None))
 
     def _move_state(self, elastic: ElasticJob, start: EpochStart, *, has_state: bool) -> None:
         """Move the state of this stage to those that go on."""
@@ -851,6 +888,12 @@ class Trainer:
     def _disconnect(self) -> None:
         """Drop all that connects this worker to the others of an epoch that has ended."""
         self._preemption.close()
+        # Until it is a worker again, this process is lost if it gets SIGTERM.
+        is_main = threading.current_thread() is threading.main_thread()
+        is_default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if is_main and (self._exits_on_sigterm or is_default):
+            self._exits_on_sigterm = True
+            exit_on_sigterm()
         for gather in self._context.metric_gathers.values():
             gather.close()
         if self._progress.paused is not None:
