@@ -55,14 +55,17 @@ def run_members(
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT))
     members = Members(tuple(range(10, 10 + num)), epoch=3)
 
-    def run(rank: int) -> Any:
+    # Before any timeout begins: a connection takes seconds where c10d's lookup of a name does.
+    backends = [server.clone() for _ in members.ranks]
+
+    def run(rank: int, backend: Any) -> Any:
         try:
-            return work(JobStore(server.clone(), rank, timeout=timeout), members)
+            return work(JobStore(backend, rank, timeout=timeout), members)
         except (UserError, PeerError) as error:
             return error.with_traceback(None)
 
     with ThreadPoolExecutor(num) as pool:
-        return list(pool.map(run, members.ranks))
+        return list(pool.map(run, members.ranks, backends))
 
 
 @given(plain_values)
