@@ -156,7 +156,7 @@ def check_copies(workers: Sequence[Sequence[Any]]) -> None:
 # --- training with buddies -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num", long_except(list(CASES), 1))
+@pytest.mark.parametrize("num", long_except(list(CASES), 0))
 def test_training_with_buddies_is_bit_identical(tmp_path: Path, num: int) -> None:
     """Also if a step is skipped, weights are changed by hand, and buckets change."""
 
@@ -209,6 +209,7 @@ def _run_all(ctx: DistContext, make: Maker, *, clip: float | None, **more: Any) 
     return (losses, model.state_dict(), state, options, future), segments, copied
 
 
+@pytest.mark.long
 def test_hierarchical_shards_have_their_buddies_on_the_other_node(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> Any:
         found = []
@@ -403,7 +404,7 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("point", long_except(list(POINTS), 0, 2))
+@pytest.mark.parametrize("point", long_except(list(POINTS), 0))
 def test_three_of_four_continue_exactly(tmp_path: Path, point: str) -> None:
     loss, first = POINTS[point]
     make = momentum if loss.at == "commit" else adam
@@ -426,6 +427,7 @@ def test_the_last_replica_continues_with_a_plain_optimizer(tmp_path: Path) -> No
     check_recovery(found, momentum, 2, [0], LOST_AT + 1)
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     """It has other weights and buffers; a survivor leaves."""
     loss, goes_on = Loss((1,), "gather"), [0, 3]
@@ -448,6 +450,7 @@ def test_two_lost_neighbours_are_an_error(tmp_path: Path) -> None:
     assert "restore a checkpoint" in errors[0]
 
 
+@pytest.mark.long
 def test_replicas_join_one_that_was_alone(tmp_path: Path) -> None:
     """And before the first step, when there are no buckets."""
 
@@ -479,6 +482,7 @@ def test_replicas_join_one_that_was_alone(tmp_path: Path) -> None:
 SECOND_LOSSES = ("wait", "first barrier", "second barrier", "unequal")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("second", long_except(list(SECOND_LOSSES), 0))
 def test_loss_of_another_replica_during_the_recovery_loses_nothing(
     tmp_path: Path, second: str
@@ -542,6 +546,7 @@ def _ranks_when_joined(num_alone: int, step: int) -> range:
 # --- other collectives ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_copies_pass_through_pinned_memory(tmp_path: Path) -> None:
     """Of a GPU, whose copies are synchronous here."""
 

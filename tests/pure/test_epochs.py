@@ -268,7 +268,7 @@ def state_of(job: JobEpochs) -> tuple[object, ...]:
 
 
 TestRandomEvents = RandomEvents.TestCase
-TestRandomEvents.settings = settings(max_examples=num_examples(300), deadline=None)
+TestRandomEvents.settings = settings(max_examples=num_examples(120), deadline=None)
 
 
 def job_of(*present: int, num_expected: int | None = None) -> JobEpochs:
