@@ -440,6 +440,7 @@ def test_a_spare_takes_the_place_of_a_lost_replica(tmp_path: Path) -> None:
     assert found[2] == (LOST_AT + 1, None)
 
 
+@pytest.mark.long
 def test_two_lost_neighbours_are_an_error(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> Any:
         return train_and_recover(ctx, adam, 4, Loss((1, 2)), [0, 3])
