@@ -19,6 +19,7 @@ from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from polyrhythm.run.trainer import checkpointer
+from polyrhythm.run.trainer import trainer as trainer_module
 from polyrhythm.run.trainer.config import CheckpointConfig, DeviceConfig
 from polyrhythm.run.trainer.fit_loop import BufferCopies
 from tests.gloo import faults
@@ -182,6 +183,14 @@ def test_a_spare_becomes_a_worker_again(tmp_path: Path, sync: str) -> None:
     assert found[0].steps != list(range(NUM_STEPS))
     found[0] = found[0]._replace(steps=list(range(NUM_STEPS)))
     check(found, (2, 3), tmp_path)
+
+
+def test_a_spare_that_could_not_join_has_still_no_state(tmp_path: Path) -> None:
+    """The last worker of its stage dies while it connects: nobody may go on with old weights."""
+    last = faults.at_call(trainer_module, "join_epoch", 2, 4)
+    fault = both(after_step(3, 1), after_step(7, 2), last)
+    with pytest.raises(WorkerError, match="were spares for too long"):
+        train(tmp_path, (2, 3), fault, sync="all_reduce")
 
 
 def slow_steps(ctx: DistContext) -> Any:

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, NoReturn, Self, overload
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace as replace_struct
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -228,6 +227,7 @@ class Trainer:
         names = (field.name for field in fields(TrainerConfig))
         self._config = config = TrainerConfig(**{name: arguments[name] for name in names})
         self._is_fitting = self._has_started = self._exits_on_sigterm = False
+        self._has_state = True  # of its stage, after the last step of all; not that of a spare
         self._num_fits = self._num_begins = 0
         self._num_saves = 0  # after a failure
         self._failure: str | None = None  # of the last fit
@@ -816,8 +816,9 @@ class Trainer:
 
         Raises EpochOverError if the epoch has ended before all were ready for a step.
         """
-        own, is_spare = ProcessState(self._num_fits, self.global_step), False
+        is_spare = False
         while True:
+            own = ProcessState(self._num_fits, self.global_step, self._has_state)
             try:
                 start = elastic.next_epoch(why, own, waits=is_spare)
             except JobOverError:
@@ -834,37 +835,39 @@ class Trainer:
                     self._membership = self._join_epoch(start)
                     self._connect(self._membership.job_store("training"))
                     self.pipeline.keep_parameters()
-                    self._share_scale(has_state=own.has_state)
-                self._move_state(elastic, start, has_state=own.has_state)
+                    self._share_scale()
+                self._move_state(elastic, start)
             except PeerError as error:
                 raise EpochOverError(str(error)) from None
             if start.leaves:
                 elastic.finish()
                 self._exit_job(TERMINATED, f"has left after step {self.global_step}")
-            if start.worker is not None:
+            # Until all has arrived, also over several epochs, a former spare has none.
+            self._has_state = start.worker is not None
+            if self._has_state:
                 return start.assignment.why
             _logger.warning("process %d is a spare: %s", elastic.member, start.assignment.why)
-            own, is_spare, why = replace_struct(own, has_state=False), True, ""
+            is_spare, why = True, ""
 
-    def _share_scale(self, *, has_state: bool) -> None:
+    def _share_scale(self) -> None:
         """In float16: scale the loss as the workers that made the last step."""
         scaler = self._progress.scaler
         if scaler is None:
             return
         store, members = self._context.store, self._context.members
-        own = scaler.state_dict() if has_state else None
+        own = scaler.state_dict() if self._has_state else None
         found = store.all_gather_object("the scale of the loss", own, members)
         scaler.load_state_dict(next(each for each in found if each is not None))
 
-    def _move_state(self, elastic: ElasticJob, start: EpochStart, *, has_state: bool) -> None:
+    def _move_state(self, elastic: ElasticJob, start: EpochStart) -> None:
         """Move the state of this stage to those that go on."""
         config, progress = self._config, self._progress
         is_sharded = config.sync.first_mode.decoupled
         if not moves_state(start, self.worker.stage, is_sharded=is_sharded):
             return
-        old, new = (progress.optimizer if has_state else None), None
+        old, new = (progress.optimizer if self._has_state else None), None
         strategy: DecoupledStrategy | None = None
-        if start.worker is not None and (is_sharded or not has_state):
+        if start.worker is not None and (is_sharded or not self._has_state):
             new = self._context.new_optimizer()
             if is_sharded and self.plan.num_pipelines > 1:
                 strategy = DecoupledStrategy(
