@@ -6,6 +6,7 @@ starts, so no run trains a model other than the one it was given.
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf, isnan
 from types import MappingProxyType
 from typing import Any
 
@@ -154,6 +155,7 @@ def _compare(
             f"the output differs by {worst:.2g} of its largest value", num_stages
         )
     largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+    excesses: dict[str, tuple[float, float]] = {}  # over the tolerance, with the difference
     for parameter, name in names.items():
         if parameter not in gradients and parameter not in found_gradients:
             continue
@@ -161,11 +163,15 @@ def _compare(
         expected, actual = gradients.get(parameter, zeros), found_gradients.get(parameter, zeros)
         difference = _difference(expected, actual, _NEGLIGIBLE * largest)
         if not difference <= _tolerance(parameter):
-            raise _difference_error(
-                f"the gradient of {name} differs by {difference:.2g} of its largest value",
-                num_stages,
-            )
+            difference = inf if isnan(difference) else difference
+            excesses[name] = (difference / _tolerance(parameter), difference)
         worst = max(worst, difference)
+    if excesses:  # a wrong part also changes the gradients before it, but less than its own
+        name = max(excesses, key=excesses.__getitem__)
+        raise _difference_error(
+            f"the gradient of {name} differs by {excesses[name][1]:.2g} of its largest value",
+            num_stages,
+        )
     return worst
 
 
