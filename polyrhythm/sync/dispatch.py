@@ -2,9 +2,11 @@
 
 Positions count samples from the start of training (`run/data/order.py` maps positions to samples).
 A pipeline acquires them in chunks on demand: a fast one acquires more, and its samples do not
-depend on its number. A chunk is outstanding until its update is done; the chunks of a lost pipeline
-return to the pool and are dispatched again before new positions. So each position below `next` is
-used, outstanding with one pipeline, or in the pool.
+depend on its number. A chunk is outstanding until its update is done. If models are averaged, only
+the pipeline has that update until an average with it is committed: its chunks are uncommitted until
+then. The outstanding and uncommitted chunks of a lost pipeline return to the pool and are
+dispatched again before new positions. So each position below `next` is used, outstanding with one
+pipeline, or in the pool.
 
 A pipeline numbers its chunks from 0 in each incarnation. A repeated request returns the same chunk.
 
@@ -57,13 +59,17 @@ class SamplerState:
 
 
 class SampleLedger:
-    def __init__(self, sampler_state: SamplerState) -> None:
+    def __init__(self, sampler_state: SamplerState, *, has_commits: bool = False) -> None:
+        """`has_commits`: a chunk of a lost pipeline is used only if an average has its update."""
         self.limit = sampler_state.limit
         self._next = sampler_state.next
         self._pool = merge_ranges((*sampler_state.pool, *sampler_state.outstanding))
         self._num_acquired: dict[int, int] = {}  # chunks, by pipeline
         # Chunks that are not used yet, by pipeline (if it has any) and by number.
         self._outstanding: dict[int, dict[int, Ranges]] = {}
+        self._has_commits = has_commits
+        self._uncommitted: dict[int, Ranges] = {}  # of updates since the last published model
+        self._published: dict[int, Ranges] = {}  # of the model that the pipeline averages now
 
     def acquire(self, pipeline: int, number: int, count: int, until: int | None = None) -> Ranges:
         """Return chunk `number` of a pipeline: `count` positions, or fewer at the end.
@@ -110,15 +116,30 @@ class SampleLedger:
         if not self.is_outstanding(pipeline, number):
             return False
         chunks = self._outstanding[pipeline]
+        if self._has_commits:
+            before = self._uncommitted.get(pipeline, ())
+            self._uncommitted[pipeline] = merge_ranges((*before, *chunks[number]))
         del chunks[number]
         if not chunks:
             del self._outstanding[pipeline]
         return True
 
+    def publish(self, pipeline: int) -> None:
+        """A pipeline offers its model for an average, with the updates of all its used chunks."""
+        new = self._uncommitted.pop(pipeline, ())
+        if new:
+            self._published[pipeline] = merge_ranges((*self._published.get(pipeline, ()), *new))
+
+    def commit(self, pipeline: int) -> None:
+        """The model that a pipeline has published is in an average, and is not lost with it."""
+        self._published.pop(pipeline, None)
+
     def release(self, pipeline: int) -> None:
-        """Return all unused chunks of a lost pipeline to the pool."""
+        """Return the outstanding and uncommitted chunks of a lost pipeline to the pool."""
         self._num_acquired.pop(pipeline, None)
-        self._pool = merge_ranges((*self._pool, *_ranges(self._outstanding.pop(pipeline, {}))))
+        outstanding = _ranges(self._outstanding.pop(pipeline, {}))
+        uncommitted = self._uncommitted.pop(pipeline, ()), self._published.pop(pipeline, ())
+        self._pool = merge_ranges((*self._pool, *outstanding, *uncommitted[0], *uncommitted[1]))
 
     def is_exhausted(self, pipeline: int, until: int | None = None) -> bool:
         """Whether a pipeline can get no position before `until`, even if others are lost.

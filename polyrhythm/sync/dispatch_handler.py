@@ -5,9 +5,11 @@ that requested it have acknowledged it. When a worker is lost, the unused chunks
 return to the pool.
 
 If no position is left but other pipelines have outstanding ones, the answer is deferred: if one of
-those pipelines is lost, its positions are dispatched again. So an empty answer means that all
-positions are used, even if a worker dies in the last moment. Meanwhile no group waits for the
-deferred pipeline: the pipelines with the last positions may need to average first.
+those pipelines is lost, its positions are dispatched again. So an empty answer means that the
+updates of all positions are done, even if a worker dies in the last moment. Updates that are lost
+with their pipeline before an average has them do not count: their positions are unused in the state
+at the end. Meanwhile no group waits for the deferred pipeline: the pipelines with the last
+positions may need to average first.
 
 Source: none; SDPipe and Prague end with the first lost worker.
 """
@@ -57,6 +59,16 @@ class DispatchHandler:
         for pipeline in {worker.pipeline for worker, _, _ in self._waiting}:
             if not self._users.get(pipeline):
                 yield from (stage[pipeline] for stage in self._membership.stages)
+
+    def publish(self, worker: Worker) -> None:
+        """A worker is ready to average: the first stage of a pipeline counts its samples."""
+        if worker.stage == 0:
+            self._dispatcher.publish(worker.pipeline)
+
+    def commit(self, worker: Worker) -> None:
+        """An average of this worker's last published model is committed."""
+        if worker.stage == 0:
+            self._dispatcher.commit(worker.pipeline)
 
     def reset_pipeline(self, pipeline: int, why: str) -> Iterator[Command]:
         """End the incarnation of a pipeline; answer its deferred requests with `why`."""

@@ -9,6 +9,9 @@ all that its update needs, and none changes anything before all have voted. So a
 others have made the same steps. A member that is asked to leave goes at such a boundary, when
 nothing is in flight: the last commit of the epoch says that it ends.
 
+Groups have no such votes. There members without a lost one in their pipeline end their step and
+average once more when the epoch has ended, also when it ends for a member that is asked to leave.
+
 `step` takes one event and returns commands, without a clock, a thread or randomness, as the
 scheduler of groups does (`scheduler.py`).
 
@@ -66,15 +69,20 @@ class Vote(_Message, frozen=True):
     epoch: Count
     number: Count  # of a step
     num_voters: Annotated[int, msgspec.Meta(ge=1)]
+    may_end: bool = True  # the epoch, for a member that leaves: more steps follow
     now: Seconds = 0.0
 
 
 class Depart(_Message, frozen=True):
-    """A member asks to leave: the epoch ends with the next commit, and the next one is its last."""
+    """A member asks to leave: the epoch ends with the next commit, and the next one is its last.
+
+    `without_commit`: it ends soon, since nobody votes.
+    """
 
     member: Count
     incarnation: Count
     why: Text = ""
+    without_commit: bool = False
     now: Seconds = 0.0
 
 
@@ -123,10 +131,14 @@ class Begin(_Message, frozen=True):
 
 
 class End(_Message, frozen=True):
-    """An epoch has ended: no step of it is committed any more."""
+    """An epoch has ended: no step of it is committed any more.
+
+    Sent again if more of its members are lost before the next one begins.
+    """
 
     epoch: int
     why: str
+    lost: tuple[Member, ...] = ()  # of its members, so far
 
 
 class Committed(_Message, frozen=True):
@@ -187,11 +199,13 @@ class JobEpochs:
     _members: set[Member] = field(default_factory=set)  # of the current epoch, that are present
     _gone: dict[Member, tuple[int, str]] = field(default_factory=dict)  # incarnation, and why
     _lost: list[Absence] = field(default_factory=list)  # since the epoch began
+    _lost_members: list[Member] = field(default_factory=list)  # of them, those of the epoch
     _committed: int | None = None
     # By step, how many voters each of them has counted.
     _votes: dict[int, dict[Member, int]] = field(default_factory=dict)
     _answer_by: Seconds = math.inf  # of members that do not await the next epoch yet
     _departs_at: Seconds = -math.inf  # the earliest end of an epoch for those that leave
+    _ends_at: Seconds = math.inf  # of an epoch without commits, for those that leave
     _now: Seconds = -math.inf
     _out: list[Command] = field(default_factory=list)
 
@@ -207,6 +221,8 @@ class JobEpochs:
             self._on_enroll(event)
         elif not isinstance(event, Tick):
             self._on_member_event(event)
+        if self._now >= self._ends_at:
+            self._end(self._why_departing(self._departing()))
         if self._now >= self._answer_by:
             self._drop_silent()
         self._begin_if_complete()
@@ -214,7 +230,7 @@ class JobEpochs:
 
     def next_timer(self) -> Seconds:
         """Time at which to send Tick if nothing happens before; inf for never."""
-        return self._answer_by
+        return min(self._answer_by, self._ends_at)
 
     @property
     def is_over(self) -> bool:
@@ -295,14 +311,15 @@ class JobEpochs:
         self._votes.clear()
         self._committed = event.number
         departing = [m for m in self._departing() if not self.present[m].is_announced]
-        if len(departing) < len(self._members) and self._now < self._departs_at:
+        is_early = len(departing) < len(self._members) and self._now < self._departs_at
+        if is_early or not event.may_end:
             departing = []
         why = self._why_departing(departing)
         self._out.append(
             Committed(self.epoch, event.number, bool(departing), why, tuple(departing))
         )
         if departing:
-            self._phase = _Phase.LAST_STEP
+            self._phase, self._ends_at = _Phase.LAST_STEP, math.inf
             self._answer_by = self._now + self.answer_timeout
 
     def _on_depart(self, event: Depart) -> None:
@@ -310,6 +327,8 @@ class JobEpochs:
         if not record.is_departing and self._now >= self._departs_at:
             self._departs_at = self._now + self.departure_window
         record.is_departing = True
+        if event.without_commit and self._phase is _Phase.RUNNING and not record.is_announced:
+            self._ends_at = min(self._ends_at, self._departs_at)
 
     def _on_finish(self, event: Finish) -> None:
         record = self.present.pop(event.member)
@@ -323,17 +342,18 @@ class JobEpochs:
         self._fence(member, record.incarnation)
         if member in self._members:
             self._members.remove(member)
-            if self._phase is not _Phase.FORMING:
-                self._end(f"process {member} on {record.node} is lost: {why}")
+            self._lost_members.append(member)
+            self._end(f"process {member} on {record.node} is lost: {why}")
 
     def _fence(self, member: Member, incarnation: int) -> None:
         self._out.append(Fenced(member, incarnation, self.why_absent(member, incarnation)))
 
     def _end(self, why: str) -> None:
-        self._phase = _Phase.FORMING
-        self._votes.clear()
-        self._answer_by = self._now + self.answer_timeout
-        self._out.append(End(self.epoch, why))
+        if self._phase is not _Phase.FORMING:
+            self._phase, self._ends_at = _Phase.FORMING, math.inf
+            self._votes.clear()
+            self._answer_by = self._now + self.answer_timeout
+        self._out.append(End(self.epoch, why, tuple(self._lost_members)))
 
     def _drop_silent(self) -> None:
         self._answer_by = math.inf
@@ -354,6 +374,7 @@ class JobEpochs:
         self._out.append(Begin(self.epoch, members, departing, lost, self._committed))
         self._phase, self._answer_by = _Phase.RUNNING, math.inf
         self._members, self._lost, self._committed = set(members), [], None
+        self._lost_members, self._ends_at = [], math.inf
         for record in self.present.values():
             record.is_awaiting, record.is_announced = False, record.is_departing
 

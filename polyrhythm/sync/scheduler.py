@@ -459,6 +459,8 @@ class Scheduler:
     def _mark_ready(self, member: MemberState) -> None:
         """Submit a worker that has finished its local update and can average now."""
         member.clock, member.is_ready, member.step_end = member.reported_clock, True, None
+        if self._dispatch is not None:
+            self._dispatch.publish(member.worker)
         if not member.is_active:
             missing = self.membership.missing(member)
             self._skip(member, f"its pipeline is incomplete: {missing}", failed=True)
@@ -599,6 +601,9 @@ class Scheduler:
         end_clocks = tuple([other.clock if other.is_ready else -1 for other in group_round.members])
         commit = Commit(group_round.gid, group_round.group.members, end_clocks)
         self._send_end(group_round, commit)
+        if self._dispatch is not None:
+            for member in group_round.members:
+                self._dispatch.commit(member.worker)
         for member in group_round.waiting_members():
             if member.is_ready:
                 member.step_end = commit

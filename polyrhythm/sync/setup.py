@@ -106,8 +106,13 @@ class Setup:
             limits=self.mode.limits(self.num_stages, self.limits),
             pipelines_die_whole=self.pipelines_die_whole,
             first_gid=self.first_gid,
-            dispatcher=None if self.sampler_state is None else SampleLedger(self.sampler_state),
+            dispatcher=self._ledger(),
         )
+
+    def _ledger(self) -> SampleLedger | None:
+        if self.sampler_state is None:
+            return None
+        return SampleLedger(self.sampler_state, has_commits=self.mode.averages == "model")
 
 
 def parse_options(texts: Sequence[str], *, flag: str) -> dict[str, object]:

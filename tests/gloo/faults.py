@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 from polyrhythm.run.averaging.rounds import Averager
@@ -30,6 +31,21 @@ def after_step(step: int, *ranks: int, how: signal.Signals = signal.SIGKILL) -> 
     def fault(ctx: DistContext) -> Any:
         def callback(info: Any) -> None:
             if info.step == step:
+                end_this_process(how)
+
+        return callback if ctx.rank in ranks else None
+
+    return fault
+
+
+def after_own_steps(number: int, *ranks: int, how: signal.Signals = signal.SIGKILL) -> Fault:
+    """End processes when they have the metrics of so many own steps: in groups these differ."""
+
+    def fault(ctx: DistContext) -> Any:
+        numbers = count(1)
+
+        def callback(info: Any) -> None:
+            if next(numbers) == number:
                 end_this_process(how)
 
         return callback if ctx.rank in ranks else None

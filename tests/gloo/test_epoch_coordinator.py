@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +38,7 @@ class Member:
         self.ends: list[tuple[float, str]] = []
         self.client = EpochClient(coordinator, member=member, node="here", on_end=self._on_end)
 
-    def _on_end(self, why: str) -> None:
+    def _on_end(self, why: str, lost: Collection[int] | None) -> None:
         self.ends.append((time.monotonic(), why))
 
     def begin(self, why: str = "") -> Begin:

@@ -52,6 +52,8 @@ class EpochOfTest:
     number: int = 0
     voters: tuple[int, ...] = ()
     has_ended: bool = True
+    is_last_step: bool = False
+    lost: tuple[int, ...] = ()
     last_step: int = 0
     num_committed: int = 0  # in this epoch
     votes: set[int] = field(default_factory=set)  # members that have voted for the next step
@@ -67,6 +69,7 @@ class RandomEvents(RuleBasedStateMachine):
         self.epoch = EpochOfTest()
         self.sent: list[Event] = []
         self.now = 0.0
+        self.may_end = True  # of the votes
 
     @initialize(num=st.sampled_from([0, NUM_MEMBERS - 1, NUM_MEMBERS, NUM_MEMBERS]))
     def start(self, num: int) -> None:
@@ -90,9 +93,11 @@ class RandomEvents(RuleBasedStateMachine):
             case Begin():
                 self.check_begin(command)
             case End():
-                assert (command.epoch, epoch.has_ended) == (epoch.number, False)
+                assert command.epoch == epoch.number
                 assert command.why
-                epoch.has_ended = True
+                assert not epoch.has_ended or len(command.lost) > len(epoch.lost)
+                assert not set(command.lost) & set(self.present())
+                epoch.has_ended, epoch.lost = True, command.lost
             case Committed():
                 assert (command.epoch, epoch.has_ended) == (epoch.number, False)
                 assert command.number == epoch.last_step + 1
@@ -101,7 +106,9 @@ class RandomEvents(RuleBasedStateMachine):
                     m for m in self.present() if self.played[m].is_departing
                     and not self.played[m].is_announced
                 ]  # fmt: skip
+                leaving = leaving if self.may_end else []
                 assert command.is_last == bool(leaving) == bool(command.why)
+                epoch.is_last_step = command.is_last
                 assert list(command.departing) == leaving
                 epoch.last_step, epoch.votes = command.number, set()
                 epoch.num_committed += 1
@@ -124,7 +131,7 @@ class RandomEvents(RuleBasedStateMachine):
         assert begin.committed in (None, self.epoch.last_step)
         assert not {absence.member for absence in begin.lost} & set(present)
         voters = tuple(m for m in present if m not in begin.departing)
-        self.epoch = EpochOfTest(begin.epoch, voters, False, self.epoch.last_step)
+        self.epoch = EpochOfTest(begin.epoch, voters, False, last_step=self.epoch.last_step)
         for member in present:
             played = self.played[member]
             played.is_awaiting = played.has_voted = False
@@ -173,8 +180,9 @@ class RandomEvents(RuleBasedStateMachine):
             assert self.epoch.has_ended or not why or not self.job.present[member].is_awaiting
 
     @precondition(lambda self: not self.epoch.has_ended)
-    @rule(missing=st.sampled_from([None, None, *range(NUM_MEMBERS)]))
-    def vote(self, missing: int | None) -> None:
+    @rule(missing=st.sampled_from([None, None, *range(NUM_MEMBERS)]), may_end=st.booleans())
+    def vote(self, missing: int | None, may_end: bool) -> None:
+        self.may_end = may_end
         for member in [m for m in range(NUM_MEMBERS) if m != missing]:
             played, epoch = self.played[member], self.epoch
             is_voter = member in epoch.voters and played.is_present
@@ -183,7 +191,12 @@ class RandomEvents(RuleBasedStateMachine):
                 played.has_voted = True
                 epoch.votes.add(member)
                 vote = Vote(
-                    member, played.incarnation, epoch.number, epoch.last_step + 1, len(epoch.voters)
+                    member,
+                    played.incarnation,
+                    epoch.number,
+                    epoch.last_step + 1,
+                    len(epoch.voters),
+                    may_end,
                 )
                 commands = self.send(vote)
                 if any(isinstance(c, Committed) and c.is_last for c in commands):
@@ -198,12 +211,15 @@ class RandomEvents(RuleBasedStateMachine):
                 self.await_next(member, "a lost connection")
         assert self.epoch.number == before + bool(self.present())
 
-    @rule(member=members)
-    def depart(self, member: int) -> None:
-        played = self.played[member]
+    @rule(member=members, without_commit=st.booleans())
+    def depart(self, member: int, without_commit: bool) -> None:
+        played, epoch = self.played[member], self.epoch
         if played.is_present:
+            is_running = not (epoch.has_ended or epoch.is_last_step)
+            ends = without_commit and is_running and not played.is_announced
             played.is_departing = True
-            assert self.send(Depart(member, played.incarnation, "SIGTERM", self.now)) == []
+            event = Depart(member, played.incarnation, "SIGTERM", without_commit, self.now)
+            assert [type(command) for command in self.send(event)] == [End] * ends
 
     @rule(member=members)
     def finish(self, member: int) -> None:
@@ -214,19 +230,19 @@ class RandomEvents(RuleBasedStateMachine):
 
     @rule(member=members)
     def lose(self, member: int) -> None:
-        played, was_ended = self.played[member], self.epoch.has_ended
+        played, was_present = self.played[member], self.played[member].is_present
         if played.is_present or (member, played.incarnation) not in self.gone:
             self.mark_gone(member)
             self.known.add(member)
             before = self.epoch.number
             commands = self.send(Lost(member, played.incarnation, "SIGKILL", self.now))
             ends = [c for c in commands if isinstance(c, End) and c.epoch == before]
-            assert bool(ends) == (not was_ended)
+            assert bool(ends) == (was_present and before > 0)
 
     @rule(duration=st.sampled_from([1.0, ANSWER_TIMEOUT]))
     def wait(self, duration: float) -> None:
         self.now += duration
-        is_due = self.job.next_timer() <= self.now
+        is_due = self.job.next_timer() <= self.now  # of answers: epochs end at once here
         silent = {m for m in self.present() if not self.played[m].is_awaiting}
         self.send(Tick(self.now))
         if is_due:
@@ -287,11 +303,42 @@ def test_loss_ends_the_epoch_and_the_others_begin_the_next() -> None:
     assert job.step(Vote(0, 0, 1, 1, 3)) == []
     fenced, end = job.step(Lost(1, 0, "it was ended by SIGKILL"))
     assert fenced == Fenced(1, 0, "it was ended by SIGKILL")
-    assert end == End(1, "process 1 on n1 is lost: it was ended by SIGKILL")
+    assert end == End(1, "process 1 on n1 is lost: it was ended by SIGKILL", (1,))
     assert job.step(Vote(2, 0, 1, 1, 3)) == [], "the epoch has ended"
     assert job.step(Await(0, 0, 1, end.why)) == []
     (begin,) = job.step(Await(2, 0, 1, end.why))
     assert (begin.members, begin.lost[0].member, begin.committed) == ((0, 2), 1, None)
+
+
+def test_second_loss_is_sent_before_the_next_epoch_begins() -> None:
+    """In groups the others of its pipeline may still wait for it."""
+    job = job_of(0, 1, 2)
+    job.step(Lost(1, 0, "SIGKILL"))
+    assert job.step(Await(0, 0, 1, "it is lost")) == []
+    fenced, end, begin = job.step(Lost(2, 0, "SIGKILL"))
+    assert (fenced.member, end.epoch, end.lost) == (2, 1, (1, 2))
+    assert begin.members == (0,)
+
+
+def test_epoch_without_commits_ends_soon_for_all_that_leave() -> None:
+    job = job_of(0, 1, 2)
+    assert job.step(Depart(1, 0, "SIGTERM", without_commit=True, now=5.0)) == []
+    assert job.step(Depart(2, 0, "SIGTERM", without_commit=True, now=5.5)) == []
+    assert job.next_timer() == 6.0
+    (end,) = job.step(Tick(6.0))
+    assert end == End(1, "process 1 on n1, process 2 on n2 leaves")
+    for member in (0, 1):
+        assert job.step(Await(member, 0, 1)) == []
+    (begin,) = job.step(Await(2, 0, 1))
+    assert (begin.members, begin.departing) == ((0, 1, 2), (1, 2))
+
+
+def test_vote_that_ends_nothing_leaves_those_that_depart_in_the_epoch() -> None:
+    """After the last step of a fit the others await no epoch."""
+    job = job_of(0, 1)
+    assert job.step(Depart(1, 0, "SIGTERM")) == []
+    job.step(Vote(0, 0, 1, 6, 2, may_end=False, now=9.0))
+    assert job.step(Vote(1, 0, 1, 6, 2, may_end=False)) == [Committed(1, 6, False)]
 
 
 def test_departing_member_leaves_after_the_next_commit() -> None:

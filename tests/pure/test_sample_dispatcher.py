@@ -109,9 +109,13 @@ def test_merged_ranges_have_the_same_positions_in_fewer_ranges(given_ranges: lis
 class Model:
     """The expected state of a dispatcher, position by position."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.dispatcher = limit, SampleLedger(SamplerState(limit=limit))
+    def __init__(self, limit: int, *, has_commits: bool) -> None:
+        self.limit, self.has_commits = limit, has_commits
+        self.dispatcher = SampleLedger(SamplerState(limit=limit), has_commits=has_commits)
         self.used: list[int] = []
+        # Of them, those that are lost with a pipeline, before and after it has published its model.
+        self.own: list[set[int]] = [set() for _ in range(PIPELINES)]
+        self.published: list[set[int]] = [set() for _ in range(PIPELINES)]
         self.acquired: dict[int, dict[int, Ranges]] = {p: {} for p in range(PIPELINES)}
         self.num_acquired = [0] * PIPELINES
 
@@ -148,17 +152,35 @@ class Model:
         if chunks := self.acquired[pipeline]:
             number = list(chunks)[which % len(chunks)]
             assert self.dispatcher.acknowledge(pipeline, number)
-            self.used += positions(chunks.pop(number))
+            found = positions(chunks.pop(number))
+            self.used += found
+            if self.has_commits:
+                self.own[pipeline] |= {*found}
 
-    def release(self, pipeline: int) -> None:
+    def publish(self, pipeline: int, _: int) -> None:
+        self.dispatcher.publish(pipeline)
+        self.published[pipeline] |= self.own[pipeline]
+        self.own[pipeline] = set()
+
+    def commit(self, pipeline: int, _: int) -> None:
+        self.dispatcher.commit(pipeline)
+        self.published[pipeline] = set()
+
+    def release(self, pipeline: int, _: int) -> None:
         self.dispatcher.release(pipeline)
         self.acquired[pipeline], self.num_acquired[pipeline] = {}, 0
+        lost = self.own[pipeline] | self.published[pipeline]
+        self.used = [position for position in self.used if position not in lost]
+        self.own[pipeline], self.published[pipeline] = set(), set()
 
-    def restore(self) -> None:
+    def restore(self, *_: int) -> None:
+        """All have averaged, or a checkpoint has what the first pipeline has."""
         text = json.dumps(msgspec.to_builtins(self.dispatcher.state()))
-        self.dispatcher = SampleLedger(msgspec.convert(json.loads(text), SamplerState))
+        state = msgspec.convert(json.loads(text), SamplerState)
+        self.dispatcher = SampleLedger(state, has_commits=self.has_commits)
         for pipeline in range(PIPELINES):
             self.acquired[pipeline], self.num_acquired[pipeline] = {}, 0
+            self.own[pipeline], self.published[pipeline] = set(), set()
 
 
 operations = st.tuples(
@@ -171,6 +193,8 @@ operations = st.tuples(
             "repeat",
             "acknowledge",
             "acknowledge",
+            "publish",
+            "commit",
             "release",
             "restore",
         ]
@@ -180,20 +204,16 @@ operations = st.tuples(
 )
 
 
-@given(st.integers(0, 60), st.lists(operations, max_size=60))
+@given(st.integers(0, 60), st.lists(operations, max_size=60), st.booleans())
 def test_every_position_is_used_once(
-    limit: int, operations_drawn: list[tuple[str, int, int]]
+    limit: int, operations_drawn: list[tuple[str, int, int]], has_commits: bool
 ) -> None:
-    model = Model(limit)
+    model = Model(limit, has_commits=has_commits)
     for operation, pipeline, number in operations_drawn:
         if operation == "acquire":
             model.acquire(pipeline, number + 1)
         elif operation == "until":
             model.acquire(pipeline, number + 1, until=number * 8 + 1)
-        elif operation == "restore":
-            model.restore()
-        elif operation == "release":
-            model.release(pipeline)
         else:
             getattr(model, operation)(pipeline, number)
         model.check()

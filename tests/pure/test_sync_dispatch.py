@@ -17,7 +17,9 @@ from polyrhythm.sync.protocol import (
     Assign,
     AverageAll,
     Command,
+    Commit,
     Dead,
+    Done,
     Event,
     Join,
     Leave,
@@ -27,6 +29,7 @@ from polyrhythm.sync.protocol import (
     Request,
     SampleProgress,
     Skip,
+    Timer,
 )
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.setup import Setup
@@ -201,7 +204,7 @@ class RandomJob:
         self.requested: dict[Worker, set[int]] = {}
         self.used: dict[Worker, int] = {}
         self.over: set[Worker] = set()
-        self.counted: list[int] = []
+        self.counted_by: dict[int, list[int]] = {}  # by pipeline: they never average
         self.ahead = rng.randint(0, 2)
         for pipeline in range(setup.num_pipelines):
             self.begin(pipeline)
@@ -227,7 +230,8 @@ class RandomJob:
         return [worker for worker in self.setup.workers if worker.pipeline == pipeline]
 
     def begin(self, pipeline: int) -> None:
-        """Let all stages of a pipeline join in a new incarnation."""
+        """Let all stages of a pipeline join in a new incarnation; what it has used is lost."""
+        self.counted_by[pipeline] = []
         for worker in self.workers(pipeline):
             self.incarnations[worker] += 1
             self.sent[worker], self.acquired[worker], self.requested[worker] = [], {}, set()
@@ -235,6 +239,10 @@ class RandomJob:
             self.over.discard(worker)
         for worker in self.workers(pipeline):
             self.deliver(Join(worker, "node", 0, self.incarnations[worker], 0.0))
+
+    @property
+    def counted(self) -> list[int]:
+        return sorted(position for each in self.counted_by.values() for position in each)
 
     @property
     def is_over(self) -> bool:
@@ -264,7 +272,8 @@ class RandomJob:
             self.used[worker] += 1
             slowest = min(self.used[w] for w in self.workers(worker.pipeline))
             if slowest == could_use:
-                self.counted += positions(self.acquired[worker][could_use])
+                found = positions(self.acquired[worker][could_use])
+                self.counted_by[worker.pipeline] += found
             self.send(worker, Acknowledge(worker, could_use, incarnation))
         elif next_number <= could_use + self.ahead and worker not in self.over:
             self.requested[worker].add(next_number)
@@ -283,7 +292,7 @@ def test_every_position_is_used_once_despite_losses(
         if job.is_over:
             break
         job.act()
-    assert sorted(job.counted) == list(range(limit))
+    assert job.counted == list(range(limit))
     for pipeline in range(pipelines):
         acquired = [job.acquired[worker] for worker in job.workers(pipeline)]
         first, *others = [{n: found for n, found in each.items() if found} for each in acquired]
@@ -292,12 +301,50 @@ def test_every_position_is_used_once_despite_losses(
     assert progress.sampler_state == SamplerState(limit=limit, next=limit)
 
 
+@pytest.mark.parametrize("average_all", [False, True])
+def test_samples_of_a_dead_pipeline_count_from_the_first_commit_on(average_all: bool) -> None:
+    scheduler = joined(setup_of())
+    for worker in (A, B):
+        scheduler.step(Acquire(worker, 0, 4, None, 1))
+        scheduler.step(Acknowledge(worker, 0, 1))
+    kind = AverageAll if average_all else Ready
+    scheduler.step(kind(A, 1, 1, 1.0))
+    commands = scheduler.step(kind(B, 1, 1, 1.0))
+    if not any(isinstance(command, Assign) for command in commands):
+        commands = scheduler.step(Timer(scheduler.next_timer()))
+    [assign] = [command for command in commands if isinstance(command, Assign)]
+    scheduler.step(Done(A, assign.gid, True, 1, 2.0))
+    [commit] = scheduler.step(Done(B, assign.gid, True, 1, 2.0))
+    assert isinstance(commit, Commit)
+    scheduler.step(Acquire(A, 1, 4, None, 1))
+    scheduler.step(Acknowledge(A, 1, 1))  # the update of positions 8 to 11
+    assert progress_of(scheduler, B).num_used == 12
+    scheduler.step(Dead(A, 1, 3.0))
+    assert progress_of(scheduler, B) == SamplerState(next=12, pool=((8, 12),))
+
+
+def test_samples_of_an_aborted_average_do_not_count() -> None:
+    scheduler = joined(setup_of())
+    scheduler.step(Acquire(A, 0, 4, None, 1))
+    scheduler.step(Acknowledge(A, 0, 1))
+    scheduler.step(Ready(A, 1, 1, 1.0))
+    scheduler.step(Ready(B, 1, 1, 1.0))
+    scheduler.step(Dead(A, 1, 2.0))
+    assert progress_of(scheduler, B) == SamplerState(next=4, pool=((0, 4),))
+
+
+def progress_of(scheduler: Scheduler, worker: Worker) -> SamplerState:
+    [progress] = scheduler.step(QueryProgress(worker, 9, 1))
+    assert isinstance(progress, SampleProgress)
+    return progress.sampler_state
+
+
 def test_dispatch_replays_from_the_decision_log(tmp_path: Path) -> None:
     setup = setup_of(2, 3, limit=60, next=20, pool=((3, 5),), outstanding=((8, 9),))
     job = RandomJob(setup, random.Random(5))
     while not job.is_over:
         job.act()
-    assert sorted(job.counted) == [3, 4, 8, *range(20, 60)]
+    assert job.counted == [3, 4, 8, *range(20, 60)]
     log = DecisionLog(tmp_path / "log", setup)
     for event, commands in job.log:
         log.add(event, commands)

@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError, peer_errors
 from polyrhythm.run.averaging.buffers import FlatBuffer
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.launch import worker_keys
 from polyrhythm.run.comm.process_groups import fingerprint
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
@@ -211,11 +212,15 @@ class Rendezvous:
     def start_coordinator(self, log: Path | None) -> tuple[Coordinator | None, str, ClientKeys]:
         """Start the coordinator in the first worker; return it there, its address and the keys.
 
-        It accepts the workers' public keys, which all have published.
+        It accepts the workers' public keys, which all have published. In a job whose workers may be
+        lost it is not started in a worker: then return None, address and keys.
         """
-        started: list[Coordinator] = []
+        started, hosting = list[Coordinator](), current_epoch().group_hosting
 
         def start() -> tuple[str, str]:
+            startup_timeout = _STARTUP_FACTOR * self.timeout
+            if hosting is not None:
+                return hosting.start(self._prefix, self.setup, log, startup_timeout), ""
             if self._keys.trusted is None:
                 _warn_unprotected()
             coordinator = Coordinator(
@@ -223,7 +228,7 @@ class Rendezvous:
                 bind=f"tcp://{_own_address()}:0",
                 keys=ServerKeys(self._keys.server, frozenset(self._public_keys)),
                 log=log,
-                startup_timeout=_STARTUP_FACTOR * self.timeout,
+                startup_timeout=startup_timeout,
                 log_info=_logger.info,
                 log_warning=_logger.warning,
             )
@@ -231,6 +236,8 @@ class Rendezvous:
             return coordinator.address, self._keys.server.public
 
         address, server = self.store.run_on_leader("the coordinator", start, self.workers)
+        if hosting is not None:
+            return None, address, ClientKeys(self._keys.client, hosting.public_key)
         self._keys.check(server, self.store.name_of(self.workers.leader))
         return next(iter(started), None), address, ClientKeys(self._keys.client, server)
 

@@ -490,13 +490,14 @@ class GroupClient:
                 log=log,
             )
             undo.callback(self._averager.close)
+            is_separate = coordinator is not None or current_epoch().group_hosting is not None
             self.coordinator_client = CoordinatorClient(
                 address,
                 client_keys,
                 hello,
                 on_command=self._averager.on_command,
                 on_failure=self._averager.fail,
-                served_by="" if coordinator else str(rendezvous.setup.workers[0]),
+                served_by="" if is_separate else str(rendezvous.setup.workers[0]),
             )
             undo.callback(self.coordinator_client.close, leave=False)
             self.coordinator_client.join(rendezvous.timeout, check=rendezvous.raise_failure)

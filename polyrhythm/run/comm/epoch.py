@@ -9,10 +9,13 @@ afterwards belongs to the next epoch. Outside of such jobs there is one epoch, w
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from polyrhythm.errors import PeerError
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds
 
 # To connect, all members of an epoch come at once: one that does not is lost, and no abort can
@@ -20,12 +23,26 @@ from polyrhythm.types import Seconds
 _CONNECT_TIMEOUT: Seconds = 20.0
 
 
+class GroupHosting(NamedTuple):
+    """A host for schedulers of groups that the loss of no worker ends."""
+
+    # Takes the name of the GroupSync, its setup, the path of the decision log, and how long to wait
+    # for missing workers; returns the address.
+    start: Callable[[str, Setup, Path | None, Seconds], str]
+    public_key: str
+
+
 class Epoch:
     """The connections of one epoch; any thread may call `end`."""
 
-    def __init__(self, *, connects_at_once: bool = False) -> None:
-        """`connects_at_once`: all members make their connections at the same time."""
-        self.connects_at_once = connects_at_once
+    def __init__(
+        self, *, connects_at_once: bool = False, group_hosting: GroupHosting | None = None
+    ) -> None:
+        """`connects_at_once`: all members make their connections at the same time.
+
+        `group_hosting`: None if the first worker hosts the schedulers of groups.
+        """
+        self.connects_at_once, self.group_hosting = connects_at_once, group_hosting
         self._lock = threading.Lock()
         self._error: PeerError | None = None
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

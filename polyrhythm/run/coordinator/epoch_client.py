@@ -14,7 +14,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,8 @@ from polyrhythm.processes import FencedError
 from polyrhythm.run.coordinator.epoch_server import (
     HEARTBEAT_INTERVAL,
     FromMember,
+    GroupsHosted,
+    HostGroups,
     MemberHeartbeat,
     ServiceEnded,
     ToMember,
@@ -42,6 +45,7 @@ from polyrhythm.sync.epochs import (
     Member,
     Vote,
 )
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds
 
 # The server gives a closed connection less time: a client that is not back by then is fenced.
@@ -76,13 +80,14 @@ class EpochClient:
         member: Member,
         incarnation: int = 0,
         node: str,
-        on_end: Callable[[str], None],
+        on_end: Callable[[str, Collection[Member] | None], None],
     ) -> None:
-        """`on_end(why)` is called in the client's thread when the current epoch has ended.
+        """`on_end(why, lost)` is called in the client's thread when the current epoch has ended.
 
-        It is called as well when this process can have no further epoch: it is fenced, or the
-        coordinator is lost. The next epoch does not begin before `on_end` has returned, and no
-        heartbeat is sent meanwhile.
+        `lost`: those of its members that are; it is called again if more are. It is called with
+        None when this process can have no further epoch: it is fenced, or the coordinator is lost.
+        The next epoch does not begin before `on_end` has returned, and no heartbeat is sent
+        meanwhile.
         """
         self._name = f"the coordinator at {coordinator.address}"
         self.address, self._key = coordinator.address, (member, incarnation)
@@ -94,10 +99,13 @@ class EpochClient:
         self._outgoing: deque[FromMember] = deque([self._enroll])
         self._begin: Begin | None = None
         self._committed: Committed | None = None  # the last one of the current epoch
-        self._ended = ""
+        self._end: End | None = None  # of the current epoch, the last one
+        self._ended = ""  # why the current epoch has ended
         self._await: Await | None = None  # until the next epoch begins
         self._vote: Vote | None = None  # until it is committed, or the epoch has ended
         self._depart: Depart | None = None
+        self._host: HostGroups | None = None  # until it is answered
+        self._hosted: dict[str, GroupsHosted] = {}  # the answer to it, by name
         self._error: Exception | None = None
         self._is_closing = False
         self._problem = "nothing answers at this address"
@@ -148,15 +156,17 @@ class EpochClient:
         cause = "not all processes that are left await the next epoch"
         raise self._peer_error("the other processes", "the next epoch", start, cause)
 
-    def commit(self, number: int, num_voters: int, timeout: Seconds) -> Committed:
+    def commit(
+        self, number: int, num_voters: int, timeout: Seconds, *, may_end: bool = True
+    ) -> Committed:
         """Vote for a step, and wait until all voters have; raises PeerError if the epoch has ended.
 
-        After another PeerError the step may have been committed all the same: the next Begin tells.
+        `may_end`: it may be the last one of the epoch, for a member that leaves. After another PeerError the step may have been committed all the same: the next Begin tells.
         """
         start, action = time.monotonic(), f"the commit of step {number}"
         with self._changed:
             self._raise_if_over(action, start)
-            self._vote = Vote(*self._key, self.epoch, number, num_voters)
+            self._vote = Vote(*self._key, self.epoch, number, num_voters, may_end)
             self._submit(self._vote)
             self._changed.wait_for(
                 lambda: self._is_committed(number) or self._ended or self._error, timeout
@@ -168,11 +178,47 @@ class EpochClient:
         cause = f"not all of {num_voters} workers have voted"
         raise self._peer_error("another worker", action, start, cause)
 
-    def depart(self, why: str) -> None:
-        """Ask to leave: the next commit is the last of its epoch, and the next epoch this one's."""
+    def depart(self, why: str, *, without_commit: bool = False) -> None:
+        """Ask to leave: the next commit is the last of its epoch, and the next epoch this one's.
+
+        `without_commit`: the epoch ends soon all the same.
+        """
         with self._changed:
-            self._depart = Depart(*self._key, why[:_MAX_TEXT])
+            self._depart = Depart(*self._key, why[:_MAX_TEXT], without_commit)
             self._submit(self._depart)
+
+    def host_groups(
+        self,
+        name: str,
+        setup: Setup,
+        workers: Sequence[Member],
+        *,
+        log: Path | None,
+        timeout: Seconds,
+        startup_timeout: Seconds,
+    ) -> str:
+        """Let the coordinator start a scheduler of groups, with its own keys; return the address.
+
+        `workers`: the members that are the workers of the setup, in its order. Raises PeerError if
+        the epoch has ended, or if it cannot start.
+        """
+        start, action = time.monotonic(), "starting a scheduler of groups"
+        with self._changed:
+            self._raise_if_over(action, start)
+            path = None if log is None else str(log.absolute())
+            self._host = HostGroups(
+                *self._key, self.epoch, name, setup, tuple(workers), path, startup_timeout
+            )
+            self._submit(self._host)
+            self._changed.wait_for(
+                lambda: name in self._hosted or self._ended or self._error, timeout
+            )
+            hosted, self._host = self._hosted.pop(name, None), None
+            self._raise_if_over(action, start)
+            if hosted is not None and hosted.address:
+                return hosted.address
+            cause = "it has not answered" if hosted is None else hosted.why
+        raise self._peer_error(self._name, action, start, cause)
 
     def finish(self) -> None:
         """Leave the job, and close: the others need this process no more."""
@@ -280,6 +326,7 @@ class EpochClient:
             case Begin() if command.epoch > self.epoch:
                 with self._changed:
                     self._begin, self._committed, self._ended = command, None, ""
+                    self._end = None
                     self._await = self._vote = None
                     self._changed.notify_all()
             case Committed() if command.epoch == self.epoch and not self._ended:
@@ -287,8 +334,13 @@ class EpochClient:
                     with self._changed:
                         self._committed, self._vote = command, None
                         self._changed.notify_all()
-            case End() if command.epoch == self.epoch and not self._ended:
-                self._end_epoch(command.why or "another process has left it")
+            case End() if command.epoch == self.epoch and command != self._end:
+                self._end = command
+                self._end_epoch(command.why or "another process has left it", command.lost)
+            case GroupsHosted() if self._host is not None and command.name == self._host.name:
+                with self._changed:
+                    self._hosted[command.name] = command
+                    self._changed.notify_all()
             case Fenced() if (command.member, command.incarnation) == self._key:
                 action = "training" if self._begin else "joining"
                 error = FencedError("the job", action=action, waited=0.0, cause=command.why)
@@ -321,18 +373,16 @@ class EpochClient:
 
     def _resend(self) -> None:
         with self._changed:
-            unanswered = [self._enroll, self._depart, self._vote, self._await]
+            unanswered = [self._enroll, self._depart, self._vote, self._host, self._await]
         for message in unanswered:
             if message is not None:
                 self._socket.send(self._encode(message))
 
-    def _end_epoch(self, why: str) -> None:
+    def _end_epoch(self, why: str, lost: Collection[Member] | None = None) -> None:
         with self._changed:
-            was_over = bool(self._ended)
             self._ended, self._vote = self._ended or why, None
             self._changed.notify_all()
-        if not was_over:
-            self._on_end(why)
+        self._on_end(why, lost)
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:

@@ -22,7 +22,8 @@ from typing import Self
 import msgspec
 import zmq
 
-from polyrhythm.errors import PolicyError
+from polyrhythm.errors import PolicyError, UserError
+from polyrhythm.run.coordinator.group_host import GroupHost
 from polyrhythm.run.coordinator.keys import ServerKeys
 from polyrhythm.run.coordinator.sockets import RouterSocket
 from polyrhythm.sync.epochs import (
@@ -43,11 +44,13 @@ from polyrhythm.sync.epochs import (
     Vote,
 )
 from polyrhythm.sync.members import LearnedTimeout
-from polyrhythm.sync.protocol import Count
+from polyrhythm.sync.protocol import Count, Name
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds
 
 HEARTBEAT_INTERVAL: Seconds = 0.5  # of a client's thread, whatever else it sends
-MAX_MESSAGE_BYTES = 1 << 15  # a text has up to 4096 characters of 4 bytes
+MAX_MESSAGE_BYTES = 1 << 20  # a setup has the positions that are not used
+_MAX_TEXT = 4096  # characters
 CLOSE_TIMEOUT: Seconds = 5.0  # for the thread to end
 _MAX_BATCH = 256  # messages between two checks of timers
 _LONGEST_POLL: Seconds = 0.1  # until the stop event is checked
@@ -71,8 +74,29 @@ class ServiceEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str
 
 
-FromMember = Enroll | Await | Vote | Depart | Finish | MemberHeartbeat
-ToMember = Begin | End | Committed | Fenced | MemberHeartbeat | ServiceEnded
+class HostGroups(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A member asks for a scheduler of groups in the current epoch."""
+
+    member: Count
+    incarnation: Count
+    epoch: Count
+    name: Name  # of the GroupSync
+    setup: Setup
+    workers: tuple[Member, ...]  # of the setup, in its order
+    log: str | None  # where the decision log belongs
+    startup_timeout: Seconds
+
+
+class GroupsHosted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The scheduler of groups serves at this address; empty if it cannot start, with the reason."""
+
+    name: str
+    address: str
+    why: str = ""
+
+
+FromMember = Enroll | Await | Vote | Depart | Finish | HostGroups | MemberHeartbeat
+ToMember = Begin | End | Committed | Fenced | GroupsHosted | MemberHeartbeat | ServiceEnded
 _LOGGED = (Enroll, Depart, Finish, Lost, Begin, End, Fenced)
 
 
@@ -89,14 +113,36 @@ class LossTimeouts:
     answer: Seconds = 600.0
 
     def __post_init__(self) -> None:
-        is_ordered = 2 * HEARTBEAT_INTERVAL <= self.min_heartbeat <= self.max_heartbeat < math.inf
-        if not (is_ordered and 0 < self.reconnect < math.inf and 0 < self.answer < math.inf):
+        has_heartbeats = 2 * HEARTBEAT_INTERVAL <= self.min_heartbeat <= self.max_heartbeat
+        is_ordered = 0 < self.reconnect < self.max_heartbeat < self.answer < math.inf
+        if not (has_heartbeats and is_ordered):
             raise PolicyError(
                 str(self),
                 expected=f"min_heartbeat of at least {2 * HEARTBEAT_INTERVAL:g} s, as a process "
-                f"sends a heartbeat each {HEARTBEAT_INTERVAL:g} s, and not above max_heartbeat",
+                f"sends a heartbeat each {HEARTBEAT_INTERVAL:g} s, and not above max_heartbeat; "
+                "reconnect, max_heartbeat and answer each longer than the one before",
                 fix="omit them for the defaults",
             )
+
+    def order(self, timeout: Seconds) -> str:
+        """Return the order of waits, the shortest first, if steps wait for up to `timeout`.
+
+        Raises PolicyError if a step would fail before it is known whom it waits for in vain.
+        """
+        if not self.max_heartbeat < timeout:
+            raise PolicyError(
+                f"timeout={timeout:g} s, in a job that goes on after losses",
+                expected=f"more than {self.max_heartbeat:g} s: only then a process without "
+                "heartbeat counts as lost, and steps that wait for it would fail before",
+                fix=f"use timeout={2 * self.max_heartbeat:g} or more, or omit it",
+            )
+        waits = [
+            (self.reconnect, "a process whose connection closes is lost"),
+            (self.max_heartbeat, "a process without heartbeat is lost, mostly sooner"),
+            (timeout, "a step fails that waits for a process that is alive"),
+            (self.answer, "a process that is alive, but does not go on after a loss, is lost"),
+        ]
+        return "; ".join(f"after {wait:g} s {what}" for wait, what in sorted(waits))
 
     def learned_heartbeat(self) -> LearnedTimeout:
         return LearnedTimeout(
@@ -167,12 +213,14 @@ class EpochServer:
         self.epochs = JobEpochs(num_members, self._timeouts.answer)
         self._socket = _EpochSocket(bind, keys, num_peers=num_members)
         self.address = self._socket.address
+        self._groups = GroupHost(f"{self.address.rpartition(':')[0]}:0", keys)
         self._log_path, self._log = log, None if log is None else deque[bytes]()
         self._counters: Counter[str] = Counter()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromMember).decode
         self._connections: dict[_Key, _Connection] = {}  # of present members
-        self._current: list[bytes] = []  # the last Begin, the last Committed and the End after it
+        # The last Begin, and the last Committed and the last End after it.
+        self._current: dict[type[Command], bytes] = {}
         self._suspects: dict[_Key, Seconds] = {}  # processes to check, and when
         self._exits: dict[_Key, str] = {}  # suspects that have ended, and why
         self._reports: deque[tuple[Member, str]] = deque()
@@ -248,6 +296,8 @@ class EpochServer:
         try:
             self._send_to_all(self._encode(ServiceEnded(why)))
             self._socket.close()
+            self._groups.close_all()
+            self._groups.join(CLOSE_TIMEOUT)
         finally:
             self._ended.set()
 
@@ -296,10 +346,14 @@ class EpochServer:
         if isinstance(message, MemberHeartbeat):
             self._on_heartbeat(routing_id, message, connection, now)
             return
+        if isinstance(message, HostGroups):
+            if connection is not None and message.epoch == self.epochs.epoch:
+                self._send(routing_id, self._encode(self._host_groups(message)))
+            return
         msgspec.structs.force_setattr(message, "now", now)  # frozen, but not shared yet
         if isinstance(message, Enroll) and connection is not None:  # a reconnect
             self._counters["reconnected"] += 1
-            for command in self._current:
+            for command in self._current.values():
                 self._send(routing_id, command)
         self._step(message, routing_id)
         if isinstance(message, Enroll) and self.epochs.is_member(*key):
@@ -308,6 +362,20 @@ class EpochServer:
             self._heartbeat_check_at = min(
                 self._heartbeat_check_at, now + connection.heartbeat_timeout.current
             )
+
+    def _host_groups(self, message: HostGroups) -> GroupsHosted:
+        log = None if message.log is None else Path(message.log)
+        try:
+            address = self._groups.open(
+                message.name,
+                message.setup,
+                message.workers,
+                log=log,
+                startup_timeout=message.startup_timeout,
+            )
+        except (OSError, UserError, ValueError) as error:
+            return GroupsHosted(message.name, "", f"{type(error).__name__}: {error}"[:_MAX_TEXT])
+        return GroupsHosted(message.name, address)
 
     def _on_heartbeat(
         self,
@@ -351,16 +419,16 @@ class EpochServer:
             connection = self._connections.pop(key, None)
             self._suspects.pop(key, None)
             self._exits.pop(key, None)
+            if connection is not None:
+                self._groups.report_lost(command.member)
             routing_id = sender if connection is None else connection.routing_id
             if routing_id is not None:
                 self._socket.send(routing_id, data)
             return
         if isinstance(command, Begin):
-            self._current = [data]
-        elif isinstance(command, Committed):
-            self._current = [self._current[0], data]
-        else:
-            self._current.append(data)
+            self._current.clear()
+            self._groups.close_all()
+        self._current[type(command)] = data
         self._send_to_all(data)
 
     def _send_to_all(self, data: bytes) -> None:

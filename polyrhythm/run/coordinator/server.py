@@ -14,7 +14,7 @@ import math
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -122,6 +122,7 @@ class Coordinator:
         self._num_since_due = 0  # messages since the check of connections was due
         self._suspects: dict[bytes, Seconds] = {}  # possibly closed connections, and when to check
         self._last_run_at = time.monotonic()
+        self._reported_dead: deque[Worker] = deque()
         self._stop = threading.Event()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -144,6 +145,10 @@ class Coordinator:
     def is_over(self) -> bool:
         """Whether workers had started, and all of them are gone."""
         return self._has_started and self._sessions.num_active == 0
+
+    def report_dead(self, worker: Worker) -> None:
+        """Report that the process of a worker has ended. Any thread may call this."""
+        self._reported_dead.append(worker)
 
     def serve(self, stop_event: threading.Event) -> None:
         """Serve until `stop_event` is set; notify all workers of a defect, then raise it."""
@@ -223,6 +228,8 @@ class Coordinator:
         now = time.monotonic()
         if self.scheduler.next_timer() <= now:
             self._step(Timer(now))
+        while self._reported_dead:
+            self._on_reported_dead(self._reported_dead.popleft(), now)
         if self._socket.closed_fds:
             self._suspect_closed(now)
         self._extend_after_stall(now - self._last_run_at)
@@ -409,6 +416,12 @@ class Coordinator:
             self._heartbeat_check_at = (
                 min(last_received_at, default=math.inf) + self._heartbeat_timeout
             )
+
+    def _on_reported_dead(self, worker: Worker, now: Seconds) -> None:
+        session = self._sessions.by_worker[worker]
+        connection = self._sessions.connections.get(session.routing_id)
+        if session.is_active and connection is not None:
+            self._mark_dead(connection, "is dead: its process has ended", now)
 
     def _mark_dead(self, connection: Connection, why: str, now: Seconds) -> None:
         for session in connection.sessions.values():

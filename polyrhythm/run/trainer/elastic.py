@@ -4,14 +4,19 @@ An epoch is a job of a fixed size: its workers connect, and train as if they wer
 each process leaves all its connections and joins the next epoch with those that are left, in which
 it may be another worker, or a spare (`plan/survivors.py`). All reach the same assignment, from the
 same members. In lockstep all have made the same steps then, since a step counts when all workers
-have voted for it (`sync/epochs.py`).
+have voted for it (`sync/epochs.py`). In groups the pipelines that are whole end their step, and
+average once more, before they join the next epoch: their weights are equal then, and the scheduler
+of groups, which no worker hosts, knows which samples are used.
 
 A member is a process, under the rank in the first plan that it began with.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar, NoReturn
 
 import msgspec
@@ -25,13 +30,15 @@ from polyrhythm.plan.survivors import (
     first_assignment,
     missing_stages,
 )
-from polyrhythm.run.comm.epoch import Epoch, enter_epoch
+from polyrhythm.run.comm.epoch import Epoch, GroupHosting, enter_epoch
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, abort, step_timeout
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.machine import machine_name
-from polyrhythm.sync.epochs import Begin
+from polyrhythm.sync.dispatch import SamplerState
+from polyrhythm.sync.epochs import Begin, Committed, Member
+from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
 _logger = logging.getLogger(__name__)
@@ -44,9 +51,10 @@ class ProcessState(msgspec.Struct, frozen=True):
 
     fit: int  # the number of its current fit
     step: int  # global steps done
-    has_state: bool = (
-        True  # of its stage after that step; a spare has lost it after its first epoch
-    )
+    # Of its stage after that step; a spare has lost it after its first epoch.
+    has_state: bool = True
+    is_cut: bool = False  # in groups: it has not averaged with all others at the end of the epoch
+    samples: SamplerState | None = None  # in groups, of a first stage: which are used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +68,10 @@ class EpochStart:
     store: Store  # of the epoch
     states: Mapping[int, ProcessState]  # by member
     holders: tuple[int, ...]  # the members with the same stage as this one, itself among them
+
+
+def _ended(why: str) -> PeerError:
+    return PeerError("a worker", action="training", waited=0.0, cause=why)
 
 
 class JobOverError(Exception):
@@ -84,13 +96,16 @@ class ElasticJob:
         ElasticJob.num_made += 1
         assert ctx.store is not None, "the rendezvous comes first"
         self._ctx, self._ranks, self._timeout = ctx, ranks, timeout
+        self._public_key = ctx.coordinator.keys.server
         self.member = ranks[ctx.rank]
         self._assignment = first_assignment(plan)
         self._epoch, self._num_fruitless = Epoch(), 0
         self._num_commits = 0  # in this epoch; steps may go back, after a restore
         self.ends_job = False  # all are asked to leave: the last step is committed
+        self._lock = threading.Lock()
+        self._end_samples: Callable[[], None] | None = None  # in `draining`
         self._client = EpochClient(
-            ctx.coordinator, member=ctx.rank, node=machine_name(), on_end=self._end_epoch
+            ctx.coordinator, member=ctx.rank, node=machine_name(), on_end=self._on_end
         )
 
     @property
@@ -106,10 +121,11 @@ class ElasticJob:
         while True:
             limit = 2 * max(self._timeout, DEFAULT_TIMEOUT)  # longer than the coordinator waits
             begin = self._client.next_epoch(why, None if waits else limit)
-            self._epoch = epoch = Epoch(connects_at_once=True)
+            hosting = GroupHosting(self._host_groups, self._public_key)
+            self._epoch = epoch = Epoch(connects_at_once=True, group_hosting=hosting)
             enter_epoch(epoch)
-            if self._client.ended:  # before `_end_epoch` knew of the new one
-                self._end_epoch(self._client.ended)
+            if self._client.ended:  # before `_on_end` knew of the new one
+                self.end_epoch(self._client.ended)
             self._check_progress(begin)
             start = self._start_of(begin, is_spare=waits)
             try:
@@ -125,18 +141,50 @@ class ElasticJob:
         Not empty: why the epoch ends after that step. Raises PeerError if the epoch has ended; then
         no worker makes the update.
         """
-        timeout = step_timeout(self._timeout, self._num_commits)
-        num_voters = len(self._assignment.workers)
-        committed = self._client.commit(self._num_commits, num_voters, timeout)
-        self._num_commits, self._num_fruitless = self._num_commits + 1, 0
+        committed = self._commit(may_end=True)
         departing = {self._ranks[m] for m in committed.departing}
         going_on = [m for m in self._assignment.members if m not in departing]
         self.ends_job = bool(departing) and assign_survivors(self._assignment, going_on) is None
         return committed.why
 
-    def depart(self, why: str) -> None:
-        """Ask to leave after a step."""
-        self._client.depart(why)
+    def end_fit(self) -> None:
+        """Return when all workers have all that a fit needs: a loss after that does not cut it.
+
+        Raises PeerError as `commit`: then none of them has.
+        """
+        self._commit(may_end=False)
+
+    def _commit(self, *, may_end: bool) -> Committed:
+        timeout = step_timeout(self._timeout, self._num_commits)
+        num_voters = len(self._assignment.workers)
+        committed = self._client.commit(self._num_commits, num_voters, timeout, may_end=may_end)
+        self._num_commits, self._num_fruitless = self._num_commits + 1, 0
+        return committed
+
+    @contextmanager
+    def draining(self, end_samples: Callable[[], None]) -> Iterator[None]:
+        """A block of training in groups, which ends in order although the epoch has ended.
+
+        Another thread calls `end_samples` then. If a worker of the same pipeline is lost, all waits
+        of this process end with an error instead. Raises PeerError if the epoch has ended before.
+        """
+        with self._lock:
+            self._end_samples = end_samples
+        try:
+            self.check()
+            yield
+        finally:
+            with self._lock:
+                self._end_samples = None
+
+    def check(self) -> None:
+        """Raise PeerError if the epoch has ended."""
+        if why := self._client.ended:
+            raise _ended(why)
+
+    def depart(self, why: str, *, without_commit: bool = False) -> None:
+        """Ask to leave after a step; `without_commit`: in groups no step is committed."""
+        self._client.depart(why, without_commit=without_commit)
 
     def finish(self) -> None:
         """Leave for good: no other process needs this one."""
@@ -149,12 +197,34 @@ class ElasticJob:
         self._client.close()
 
     def end_epoch(self, why: str) -> None:
-        """End all waits of this process, since training has failed."""
-        self._end_epoch(why)
+        """End all waits of this process for others."""
+        self._epoch.end(_ended(why), abort)
 
-    def _end_epoch(self, why: str) -> None:
-        error = PeerError("a worker", action="training", waited=0.0, cause=why)
-        self._epoch.end(error, abort)
+    def _on_end(self, why: str, lost: Collection[Member] | None) -> None:
+        with self._lock:
+            end_samples = self._end_samples
+        is_whole = lost is not None and not self._mates & {self._ranks[m] for m in lost}
+        if end_samples is not None and is_whole:
+            end_samples()
+        else:
+            self.end_epoch(why)
+
+    @property
+    def _mates(self) -> set[int]:
+        """The members of the same pipeline."""
+        workers = self._assignment.workers
+        own = workers.get(self.member)
+        return {m for m, worker in workers.items() if own and worker.pipeline == own.pipeline}
+
+    def _host_groups(
+        self, name: str, setup: Setup, log: Path | None, startup_timeout: Seconds
+    ) -> str:
+        rank_of = {rank: launched for launched, rank in enumerate(self._ranks)}
+        members = {worker: rank_of[m] for m, worker in self._assignment.workers.items()}
+        workers = [members[worker] for worker in setup.workers]
+        return self._client.host_groups(
+            name, setup, workers, log=log, timeout=self._timeout, startup_timeout=startup_timeout
+        )
 
     def _check_progress(self, begin: Begin) -> None:
         self._num_fruitless += 1

@@ -10,6 +10,7 @@ left, and the next phase starts from there. A preemption notice also ends the ph
 """
 
 import base64
+import contextlib
 import logging
 import math
 import time
@@ -110,6 +111,8 @@ class TrainProgress:
     evaluation: tuple[int, Evaluation] | None = None  # the last one, and the step that it is of
     is_finite: bool = True  # the loss and the gradients of the last step
     is_updating: bool = False  # weights, optimizer and step are not of the same step
+    # In groups that may lose workers: these weights were not averaged with all others since a step.
+    is_cut: bool = False
     problem: str = ""  # after a failed fit: why this is not the state after `step`
     interrupts: InterruptDelay = field(default_factory=InterruptDelay)
 
@@ -424,6 +427,15 @@ class FitLoop:
         if self.phase is not None:
             self.phase.set_progress(num_steps)
 
+    def set_samples(self, sampler_state: SamplerState) -> None:
+        """After the end of an epoch in groups: go on after the samples that are used."""
+        progress = self.progress
+        progress.sampler_state = sampler_state
+        progress.step = self.context.global_batch.step_at(sampler_state.num_used)
+        if self.phase is not None:
+            self.phase.advance_lr_scheduler(progress.step)
+            progress.lr_state = self.phase.lr_state()
+
     def run(self) -> None:
         name: str | None = self.context.config.sync.first_mode.name
         if self.context.is_leader and self.config.progress:
@@ -439,6 +451,8 @@ class FitLoop:
                 while name is not None:
                     name = self._train(SyncMode.named(name))
             self._saved.finish()
+            if self.context.elastic is not None:
+                self.context.elastic.end_fit()
             self.context.pipeline.finish_log()
         finally:
             if self.context.checkpointer is not None:
@@ -619,8 +633,7 @@ class FitLoop:
     def _in_lockstep(self, phase: "Phase") -> SyncDecision:
         """Train in fixed windows; after each window rank 0 may switch the sync mode."""
         window = None if self.exchange is None else self.exchange.num_steps
-        if self._is_continued:
-            self._agree_after_loss(phase)
+        self._agree_after_loss(phase)
         while True:
             self._run_window(phase, window)
             if phase.is_over:
@@ -652,16 +665,20 @@ class FitLoop:
                 self._evaluate_between_steps(phase)
 
     def _agree_after_loss(self, phase: "Phase") -> None:
-        """Agree on what the loss may have cut at some workers: an evaluation, a wish to stop."""
+        """Agree on what a loss may have cut at some workers: an evaluation, a wish to stop."""
+        if not self._is_continued:
+            return
+        self._is_continued = False
         step, context = self.progress.step, self.context
         own = step in dict(self.evals), self.is_stopping, self.problem
         name = f"the state of the fit in {self.phase_name}"
         found = context.store.all_gather_object(name, own, context.members)
         self.is_stopping = any(is_stopping for _, is_stopping, _ in found)
         self.problem = next((problem for *_, problem in found if problem), "")
-        if self.is_evaluated(step) and not all(is_done for is_done, *_ in found):
+        if not all(is_done for is_done, *_ in found):
             self.evals = [each for each in self.evals if each[0] != step]
-            self._evaluate_between_steps(phase)
+            if self.is_evaluated(step):
+                self._evaluate_between_steps(phase)
 
     def _evaluate_between_steps(self, phase: "Phase") -> None:
         """In lockstep: evaluate, and save a checkpoint that is due, too, or that is the best."""
@@ -682,16 +699,30 @@ class FitLoop:
 
     def _in_groups(self, phase: "Phase") -> SyncDecision:
         """Train until the samples run out; rank 0 may end them early."""
-        phase.run()
-        group_metrics = phase.group_metrics
-        if group_metrics is not None:  # before all meet in the average: then the leader reads it
-            group_metrics.stop()
-            group_metrics.announce_stop()
-        phase.strategy.average_all()
+        self._agree_after_loss(phase)
+        elastic, progress = self.context.elastic, self.progress
+        if elastic is None:
+            self._run_and_average(phase)
+        else:
+            with elastic.draining(phase.end_samples):
+                progress.is_cut = True
+                self._run_and_average(phase)
+                if self.context.pipeline.is_first:
+                    progress.sampler_state = replace(phase.sampler.sampler_state(), limit=None)
+                progress.is_cut = False
+            elastic.check()
         decision = self._decide(lambda: self._after_groups(phase))
-        if group_metrics is not None:
-            group_metrics.delete()
+        if phase.group_metrics is not None:
+            phase.group_metrics.delete()
         return decision
+
+    def _run_and_average(self, phase: "Phase") -> None:
+        """Run the steps of a phase in groups, and average with all replicas."""
+        phase.run()
+        if phase.group_metrics is not None:  # before all meet in the average: the leader reads it
+            phase.group_metrics.stop()
+            phase.group_metrics.announce_stop()
+        phase.strategy.average_all()
 
     def _decide(self, decide: Callable[[], SyncDecision]) -> SyncDecision:
         """Call `decide` on the leader and return its decision on every worker."""
@@ -725,9 +756,10 @@ class FitLoop:
             self.problem = why
         is_left = sampler_state.num_used < self.end_of_samples
         next_mode = phase.next_sync_mode
-        is_at_limit = sampler_state.num_used >= self._limit
-        if next_mode is None and is_at_limit and not self.context.preemption.is_stop_requested:
-            next_mode = phase.mode.name  # it has ended for an evaluation
+        # For an evaluation; or a lost pipeline's last samples, which no average has, are left.
+        goes_on = sampler_state.num_used >= self._limit or bool(lost)
+        if next_mode is None and goes_on and not self.context.preemption.is_stop_requested:
+            next_mode = phase.mode.name
         if next_mode is not None and is_left and not why:
             return SyncDecision(sync_mode=next_mode, sampler_state=sampler_state, lost=lost)
         return replace(self._final_decision(sampler_state), lost=lost)
@@ -1277,9 +1309,20 @@ class Phase:
                 self.group_metrics.stop()
             self.stop_after_last_step()
 
+    def end_samples(self) -> None:
+        """In groups: hand out no samples after the current batch; any thread may call it."""
+        if self._context.pipeline.is_first and self.strategy.sync is not None:
+            with contextlib.suppress(PeerError):  # the phase has ended
+                self.strategy.sync.sample_client().query_progress(
+                    self._context.config.timeout, self._context.global_batch.size
+                )
+
     def stop_after_last_step(self) -> None:
         """After an error, set the progress to that after the last complete step, if possible."""
         progress = self._progress
+        if progress.is_cut and self._context.pipeline.is_first:
+            with contextlib.suppress(PeerError):  # used if no first stage has averaged with all
+                progress.sampler_state = replace(self.sampler.sampler_state(), limit=None)
         if progress.is_updating:
             progress.problem = f"the update of step {progress.step} is incomplete"
         elif isinstance(self.strategy, DecoupledStrategy):

@@ -3,12 +3,15 @@
 In `decoupled` each replica has a shard of the optimizer's state: those that go on need the shards
 of all that do not, spares and workers that leave among them, and of lost ones from their buddies.
 In the other lockstep modes each replica has everything; then only a process that becomes a worker
-again, after it was a spare, needs the state of another.
+again, after it was a spare, needs the state of another. In groups that of a broken pipeline does.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
+from msgspec import structs
 from torch.distributed.distributed_c10d import PrefixStore
 
 from polyrhythm.errors import TrainingError, peer_errors
@@ -16,7 +19,37 @@ from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import gloo_options, set_timeout
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.run.trainer.elastic import EpochStart
+from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.types import Seconds
+
+
+def settle_groups(
+    start: EpochStart, step_of: Callable[[SamplerState], int]
+) -> tuple[EpochStart, SamplerState]:
+    """Choose whose state counts after an epoch in groups, and which samples are used.
+
+    Workers that have averaged with all others have equal weights. Those of a broken pipeline do
+    not count, unless a stage has no others: then the first one counts.
+    """
+    worker, states = start.assignment.first.worker, start.states
+    sources = list[int]()
+    for stage in range(start.assignment.first.num_stages):
+        held = [m for m, own in states.items() if own.has_state and worker(m).stage == stage]
+        whole = [m for m in held if not states[m].is_cut]
+        sources += whole or held[:1]
+    found = (states[m].samples for m in sources)
+    samples = next((each for each in found if each is not None), None)
+    if samples is None:
+        raise TrainingError(
+            "no first stage is left that knows which samples are used",
+            expected="a process that trained with one when a worker was lost",
+            fix="restore() the newest checkpoint, or use more pipelines",
+        )
+    settled = {
+        member: structs.replace(own, has_state=member in sources, step=step_of(samples))
+        for member, own in states.items()
+    }
+    return replace(start, states=settled), samples
 
 
 def check_state(start: EpochStart) -> int:

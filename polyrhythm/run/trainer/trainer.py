@@ -95,7 +95,12 @@ from polyrhythm.run.trainer.rank_assignment import (
 )
 from polyrhythm.run.trainer.run_dir import lock_run_dir, take_over_lock
 from polyrhythm.run.trainer.sampler import DataSettings
-from polyrhythm.run.trainer.state_transfer import check_state, moves_state, new_transfer_group
+from polyrhythm.run.trainer.state_transfer import (
+    check_state,
+    moves_state,
+    new_transfer_group,
+    settle_groups,
+)
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy, LossScaler, NoSync
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.sinks.jsonl import EventLog
@@ -553,12 +558,15 @@ class Trainer:
         if self._exits_on_sigterm:
             self._exits_on_sigterm = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        depart = None
+        if self._elastic is not None:
+            depart = partial(self._elastic.depart, without_commit=self._averages_in_groups)
         self._preemption = PreemptionHandler(
             membership.job_store("preemption"),
             membership.members,
             membership.first_stages,
             grace_period=config.checkpoint.grace_period,
-            depart=None if self._elastic is None else self._elastic.depart,
+            depart=depart,
         )
         return FitContext(
             config=config,
@@ -760,8 +768,7 @@ class Trainer:
     def _make_elastic(self, processes: JobProcesses) -> ElasticJob | None:
         """Return this process's part in the epochs of the job, if it can go on after a loss."""
         sync, ctx = self._config.sync, processes.ctx
-        is_exact = sync.mode != AUTO and sync.first_mode.exact
-        if not (ctx.keeps_survivors and is_exact and self.plan.num_pipelines > 1):
+        if not (ctx.keeps_survivors and sync.mode != AUTO and self.plan.num_pipelines > 1):
             return None
         if processes.are_joined or ElasticJob.num_made:
             what = "in a process group of the script" if processes.are_joined else "the second one"
@@ -818,15 +825,19 @@ class Trainer:
         """
         is_spare = False
         while True:
-            own = ProcessState(self._num_fits, self.global_step, self._has_state)
             try:
-                start = elastic.next_epoch(why, own, waits=is_spare)
+                start = elastic.next_epoch(why, self._own_state(), waits=is_spare)
             except JobOverError:
                 elastic.finish()
                 self._exit_job(TERMINATED, "was a spare until the end of the job")
             except SystemExit:  # SIGTERM to a spare
                 elastic.finish()
                 raise
+            if self._averages_in_groups:
+                start, samples = settle_groups(start, self._step_after)
+                fit_loop.set_samples(samples)
+                self._has_state = start.states[elastic.member].has_state
+                self._progress.is_cut = False
             if (num_steps := check_state(start)) > self.global_step:
                 fit_loop.catch_up(num_steps)  # made while this process was a spare
             assert self.global_step == num_steps, "a spare knows the fit that it waits in"
@@ -848,6 +859,25 @@ class Trainer:
                 return start.assignment.why
             _logger.warning("process %d is a spare: %s", elastic.member, start.assignment.why)
             is_spare, why = True, ""
+
+    @property
+    def _averages_in_groups(self) -> bool:
+        """Whether replicas differ within an epoch, and which samples are used is not fixed."""
+        return not self._config.sync.first_mode.lockstep
+
+    def _step_after(self, sampler_state: SamplerState) -> int:
+        return self._global_batch.step_at(sampler_state.num_used)
+
+    def _own_state(self) -> ProcessState:
+        """Return what this process has in memory when an epoch has ended."""
+        progress, is_first = self._progress, self.worker.stage == 0
+        return ProcessState(
+            self._num_fits,
+            self.global_step,
+            self._has_state,
+            is_cut=progress.is_cut,
+            samples=progress.sampler_state if self._averages_in_groups and is_first else None,
+        )
 
     def _share_scale(self) -> None:
         """In float16: scale the loss as the workers that made the last step."""
