@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +16,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.run.averaging.rounds import Averager
 from polyrhythm.run.averaging.strategies import ModelAveraging
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
+from polyrhythm.run.trainer import fit_loop, sync_tuner
 from polyrhythm.run.trainer.config import CheckpointConfig
-from polyrhythm.run.trainer.sampler import DispatchedSampler, FixedShareSampler
+from polyrhythm.run.trainer.fit_loop import FitLoop
+from polyrhythm.run.trainer.sampler import (
+    BalancedShareSampler,
+    DispatchedSampler,
+    FixedShareSampler,
+)
+from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy
 from polyrhythm.sync.dispatch import SamplerState
 from tests.gloo import faults
 from tests.gloo.faults import Fault, after_own_steps, at_call, both
-from tests.gloo.trainer_jobs import BATCH, plan_of, samples, trainer
+from tests.gloo.trainer_jobs import BATCH, ScriptedTuner, plan_of, samples, trainer
 from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except
 
@@ -45,6 +54,7 @@ def train(
     shape: tuple[int, int],
     fault: Fault,
     *,
+    num_steps: int = NUM_STEPS,
     eval_every: int | None = None,
     timeouts: LossTimeouts | None = None,
     **more: Any,
@@ -57,7 +67,7 @@ def train(
         callback = fault(ctx)
         with trainer(plan, **more) as made:
             fitted = made.fit(
-                max_steps=NUM_STEPS,
+                max_steps=num_steps,
                 callbacks=[] if callback is None else [callback],
                 progress=False,
                 eval_every=eval_every,
@@ -100,6 +110,7 @@ def _record_positions(path: Path) -> None:
 
     record(DispatchedSampler)
     record(FixedShareSampler)
+    record(BalancedShareSampler)
 
 
 def positions_of(folder: Path, rank: int) -> list[int]:
@@ -110,10 +121,12 @@ def positions_of(folder: Path, rank: int) -> list[int]:
     return [position for low, high in ranges for position in range(low, high)]
 
 
-def check(found: dict[int, Found], shape: tuple[int, int], folder: Path) -> None:
+def check(
+    found: dict[int, Found], shape: tuple[int, int], folder: Path, num_steps: int = NUM_STEPS
+) -> None:
     """Check that each position counts once, and that replicas have equal weights in the end."""
     num_stages, num_pipelines = shape
-    total = NUM_STEPS * BATCH
+    total = num_steps * BATCH
     weights = dict[str, Tensor]()
     for survivor in found.values():
         state = survivor.state
@@ -277,3 +290,60 @@ def test_fixed_groups_without_a_scheduler(tmp_path: Path, victim: int) -> None:
     found = train(tmp_path, (1, 4), after_own_steps(3, victim), sync="static")
     assert found.keys() == {0, 1, 2, 3} - {victim}
     check(found, (1, 4), tmp_path)
+
+
+AUTO_MODES = ("adaptive", "balanced", "age", "decoupled", "balanced")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("shape", "victim", "number"),
+    long_except(
+        [((1, 4), victim, number) for victim in (0, 1) for number in (2, 5, 7, 9, 11, 14, 17)]
+        + [((2, 3), victim, number) for victim in (0, 3) for number in (2, 6, 10, 14)],
+        8,
+    ),
+)
+def test_a_loss_before_or_after_a_switch_of_modes(
+    tmp_path: Path, shape: tuple[int, int], victim: int, number: int
+) -> None:
+    killed = after_own_steps(number, victim)
+
+    def fault(ctx: DistContext) -> Any:
+        sync_tuner.AutoSwitch = partial(ScriptedTuner, AUTO_MODES)
+        return killed(ctx)
+
+    found = train(tmp_path, shape, fault, sync="auto", num_steps=40)
+    assert victim not in found
+    check(found, shape, tmp_path, 40)
+
+
+SWITCHES = {
+    "the decision": (FitLoop, "_decide", 0, "before"),
+    "after the decision": (FitLoop, "_decide", 0, "after"),
+    "the end of groups": (FitLoop, "_decide", 1, "before"),
+    "after groups": (FitLoop, "_decide", 1, "after"),
+    "the optimizer's state": (fit_loop, "broadcast_optimizer_state", 0, "before"),
+    "after the optimizer's state": (fit_loop, "broadcast_optimizer_state", 0, "after"),
+    "into groups": (GroupSync, "__init__", 0, "before"),
+    "into a mode with shards": (DecoupledStrategy, "__init__", 1, "before"),
+    "in a mode with shards": (DecoupledStrategy, "__init__", 1, "after"),
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("point", SWITCHES)
+def test_a_loss_during_a_switch_of_modes(tmp_path: Path, point: str, victim: int) -> None:
+    where, name, number, when = SWITCHES[point]
+    killed = at_call(where, name, number, victim, when=when)
+
+    def fault(ctx: DistContext) -> Any:
+        modes = ("adaptive", "decoupled", "age", "decoupled")
+        sync_tuner.AutoSwitch = partial(ScriptedTuner, modes)
+        return killed(ctx)
+
+    found = train(tmp_path, (2, 3), fault, sync="auto", num_steps=40)
+    assert victim not in found
+    check(found, (2, 3), tmp_path, 40)

@@ -20,30 +20,10 @@ from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer import sync_tuner
 from polyrhythm.run.trainer.config import DeviceConfig
 from polyrhythm.sinks.metrics import StepInfo
-from polyrhythm.sync.autoswitch import SwitchDecision
-from tests.gloo.trainer_jobs import BATCH, plan_of, run_job, trainer
+from tests.gloo.trainer_jobs import BATCH, ScriptedTuner, plan_of, run_job, trainer
 
 SYNC_MODES = ("adaptive", "balanced", "age", "decoupled", "balanced")
-WINDOW, NUM_STEPS = 3, 60  # enough for all modes twice, the last of which has equal replicas
-
-
-class ScriptedTuner:
-    """Switches to the next of the scripted sync modes after each window."""
-
-    def __init__(self, sync_modes: Sequence[str], shape: object) -> None:
-        self.num_steps, self._remaining, self._sync_mode = WINDOW, list(sync_modes), "decoupled"
-
-    def after_window(self, times: object) -> SwitchDecision:
-        before = self._sync_mode
-        if self._remaining:
-            self._sync_mode = self._remaining.pop(0)
-        switches = self._sync_mode != before
-        return SwitchDecision(
-            sync_mode=self._sync_mode, switches=switches, why="scripted", predicted={}
-        )
-
-    def keep(self, pipelines: Sequence[int]) -> None:
-        pass
+NUM_STEPS = 60  # enough for all modes twice, the last of which has equal replicas
 
 
 def train(
@@ -244,7 +224,7 @@ def test_switch_after_a_loss_waits_for_living_pipelines_only(
 
         made = trainer(plan, sync="auto")
         made.fit(max_steps=NUM_STEPS, callbacks=[callback])
-        made.fit(max_steps=NUM_STEPS + WINDOW, callbacks=[callback])  # in lockstep
+        made.fit(max_steps=NUM_STEPS + ScriptedTuner.NUM_STEPS, callbacks=[callback])  # in lockstep
         torch.save(seen, tmp_path / f"seen{ctx.rank}.pt")
         (tmp_path / f"done{ctx.rank}").touch()
         while len(list(tmp_path.glob("done*"))) < plan.num_workers - len(lost):
@@ -256,7 +236,7 @@ def test_switch_after_a_loss_waits_for_living_pipelines_only(
     for stage in range(shape[0]):
         replicas = [torch.load(tmp_path / f"seen{stage + 2 * p * shape[0]}.pt") for p in range(2)]
         last = [{step: (count, weight) for step, count, weight in seen} for seen in replicas]
-        for step in range(NUM_STEPS, NUM_STEPS + WINDOW):
+        for step in range(NUM_STEPS, NUM_STEPS + ScriptedTuner.NUM_STEPS):
             assert sum(seen[step][0] for seen in last) == BATCH
         weights = [seen[NUM_STEPS - 1][1] for seen in last]
         torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)

@@ -1,6 +1,6 @@
 """Run small Trainer jobs in one process or several, and collect their losses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,35 @@ from torch.utils.data import TensorDataset
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sync.autoswitch import SwitchDecision
 
 LAYERS = {1: (5,), 2: (2, 3), 3: (1, 2, 2)}
 BATCH, NUM_SAMPLES, NUM_STEPS = 24, 200, 10  # one batch spans the end of an epoch
+
+
+class ScriptedTuner:
+    """Switches to the next of the scripted sync modes after each window."""
+
+    NUM_STEPS = 3  # of a window
+
+    def __init__(self, sync_modes: Sequence[str], shape: object) -> None:
+        self.num_steps, self._remaining, self._sync_mode = (
+            self.NUM_STEPS,
+            list(sync_modes),
+            "decoupled",
+        )
+
+    def after_window(self, times: object) -> SwitchDecision:
+        before = self._sync_mode
+        if self._remaining:
+            self._sync_mode = self._remaining.pop(0)
+        switches = self._sync_mode != before
+        return SwitchDecision(
+            sync_mode=self._sync_mode, switches=switches, why="scripted", predicted={}
+        )
+
+    def keep(self, pipelines: Sequence[int]) -> None:
+        pass
 
 
 def samples() -> TensorDataset:

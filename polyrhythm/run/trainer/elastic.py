@@ -55,6 +55,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     has_state: bool = True
     is_cut: bool = False  # in groups: it has not averaged with all others at the end of the epoch
     samples: SamplerState | None = None  # in groups, of a first stage: which are used
+    is_sharded: bool = False  # the optimizer's state
+    has_own_optimizer: bool = False  # its optimizer's state differs from that of other replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

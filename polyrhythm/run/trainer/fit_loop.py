@@ -113,6 +113,8 @@ class TrainProgress:
     is_updating: bool = False  # weights, optimizer and step are not of the same step
     # In groups that may lose workers: these weights were not averaged with all others since a step.
     is_cut: bool = False
+    # Replicas have averaged weights, but not the optimizer's state.
+    has_own_optimizer: bool = False
     problem: str = ""  # after a failed fit: why this is not the state after `step`
     interrupts: InterruptDelay = field(default_factory=InterruptDelay)
 
@@ -577,7 +579,7 @@ class FitLoop:
         """Train one phase and return the sync mode of the next; None ends the fit."""
         if self.exchange is not None and mode.name != self._last_mode:
             self.exchange.begin(mode.name, self.progress.step)
-        self._last_mode = mode.name
+        self._last_mode, self.committed = mode.name, None
         strategy, phase = self._make_strategy(mode), None
         try:
             self.phase = phase = Phase(self, mode, strategy)
@@ -619,7 +621,7 @@ class FitLoop:
                 self.progress.optimizer = strategy.optimizer  # with this replica's shards
             raise
         if not phase.in_lockstep and next_mode not in (None, mode.name):
-            _broadcast_optimizer_state(progress, self.context)
+            broadcast_optimizer_state(progress, self.context)
         return next_mode
 
     def _forget(self, lost: Sequence[int]) -> None:
@@ -701,6 +703,7 @@ class FitLoop:
         """Train until the samples run out; rank 0 may end them early."""
         self._agree_after_loss(phase)
         elastic, progress = self.context.elastic, self.progress
+        progress.has_own_optimizer = True
         if elastic is None:
             self._run_and_average(phase)
         else:
@@ -1353,7 +1356,7 @@ class Phase:
             checkpointer.save(step, self.strategy, extra, overlap=overlap)
 
 
-def _broadcast_optimizer_state(progress: TrainProgress, context: FitContext) -> None:
+def broadcast_optimizer_state(progress: TrainProgress, context: FitContext) -> None:
     """Broadcast the first pipeline's state to all workers of this stage; all of them call it.
 
     In groups each replica has its own state, from its own samples. With equal gradients but unequal
@@ -1382,3 +1385,4 @@ def _broadcast_optimizer_state(progress: TrainProgress, context: FitContext) -> 
         optimizer.load_state_dict(state)
         if scaler is not None:
             scaler.load_state_dict(scale)
+    progress.has_own_optimizer = False

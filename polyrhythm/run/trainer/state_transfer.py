@@ -26,17 +26,18 @@ from polyrhythm.types import Seconds
 def settle_groups(
     start: EpochStart, step_of: Callable[[SamplerState], int]
 ) -> tuple[EpochStart, SamplerState]:
-    """Choose whose state counts after an epoch in groups, and which samples are used.
+    """Choose whose state counts after an epoch with groups, and which samples are used.
 
     Workers that have averaged with all others have equal weights. Those of a broken pipeline do
-    not count, unless a stage has no others: then the first one counts.
+    not count, unless a stage has no others: then the first one counts. Those that have entered a
+    mode with shards before the others, and made no step, copy the whole state like a spare.
     """
     worker, states = start.assignment.first.worker, start.states
     sources = list[int]()
     for stage in range(start.assignment.first.num_stages):
         held = [m for m, own in states.items() if own.has_state and worker(m).stage == stage]
         whole = [m for m in held if not states[m].is_cut]
-        sources += whole or held[:1]
+        sources += [m for m in whole if not states[m].is_sharded] or whole or held[:1]
     found = (states[m].samples for m in sources)
     samples = next((each for each in found if each is not None), None)
     if samples is None:

@@ -45,6 +45,7 @@ from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.decoupled.reshard import reshard
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
 from polyrhythm.run.machine import machine_name
@@ -76,7 +77,12 @@ from polyrhythm.run.trainer.elastic import (
     ProcessState,
 )
 from polyrhythm.run.trainer.evaluate import EVAL_LOSS, Evaluator, check_metrics
-from polyrhythm.run.trainer.fit_loop import FitContext, FitLoop, TrainProgress
+from polyrhythm.run.trainer.fit_loop import (
+    FitContext,
+    FitLoop,
+    TrainProgress,
+    broadcast_optimizer_state,
+)
 from polyrhythm.run.trainer.metrics import Callback
 from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
 from polyrhythm.run.trainer.preemption import PreemptionHandler
@@ -560,7 +566,7 @@ class Trainer:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         depart = None
         if self._elastic is not None:
-            depart = partial(self._elastic.depart, without_commit=self._averages_in_groups)
+            depart = partial(self._depart, self._elastic)
         self._preemption = PreemptionHandler(
             membership.job_store("preemption"),
             membership.members,
@@ -767,8 +773,8 @@ class Trainer:
 
     def _make_elastic(self, processes: JobProcesses) -> ElasticJob | None:
         """Return this process's part in the epochs of the job, if it can go on after a loss."""
-        sync, ctx = self._config.sync, processes.ctx
-        if not (ctx.keeps_survivors and sync.mode != AUTO and self.plan.num_pipelines > 1):
+        ctx = processes.ctx
+        if not (ctx.keeps_survivors and self.plan.num_pipelines > 1):
             return None
         if processes.are_joined or ElasticJob.num_made:
             what = "in a process group of the script" if processes.are_joined else "the second one"
@@ -833,7 +839,7 @@ class Trainer:
             except SystemExit:  # SIGTERM to a spare
                 elastic.finish()
                 raise
-            if self._averages_in_groups:
+            if self._has_groups:
                 start, samples = settle_groups(start, self._step_after)
                 fit_loop.set_samples(samples)
                 self._has_state = start.states[elastic.member].has_state
@@ -848,6 +854,7 @@ class Trainer:
                     self.pipeline.keep_parameters()
                     self._share_scale()
                 self._move_state(elastic, start)
+                self._share_optimizer(start)
             except PeerError as error:
                 raise EpochOverError(str(error)) from None
             if start.leaves:
@@ -861,9 +868,16 @@ class Trainer:
             is_spare, why = True, ""
 
     @property
-    def _averages_in_groups(self) -> bool:
-        """Whether replicas differ within an epoch, and which samples are used is not fixed."""
-        return not self._config.sync.first_mode.lockstep
+    def _has_groups(self) -> bool:
+        """Whether replicas may differ within an epoch, and which samples are used is not fixed."""
+        sync = self._config.sync
+        return sync.mode == AUTO or not sync.first_mode.lockstep
+
+    def _depart(self, elastic: ElasticJob, why: str) -> None:
+        """Ask to leave; any thread may call it."""
+        is_auto = self._config.sync.mode == AUTO
+        in_groups = self._progress.is_cut if is_auto else self._has_groups
+        elastic.depart(why, without_commit=in_groups)
 
     def _step_after(self, sampler_state: SamplerState) -> int:
         return self._global_batch.step_at(sampler_state.num_used)
@@ -876,7 +890,9 @@ class Trainer:
             self.global_step,
             self._has_state,
             is_cut=progress.is_cut,
-            samples=progress.sampler_state if self._averages_in_groups and is_first else None,
+            samples=progress.sampler_state if self._has_groups and is_first else None,
+            is_sharded=isinstance(progress.optimizer, DistributedOptimizer),
+            has_own_optimizer=progress.has_own_optimizer,
         )
 
     def _share_scale(self) -> None:
@@ -893,6 +909,9 @@ class Trainer:
         """Move the state of this stage to those that go on."""
         config, progress = self._config, self._progress
         is_sharded = config.sync.first_mode.decoupled
+        if config.sync.mode == AUTO:  # it may have been in another mode
+            holders = (start.states[member] for member in start.holders)
+            is_sharded = any(own.has_state and own.is_sharded for own in holders)
         if not moves_state(start, self.worker.stage, is_sharded=is_sharded):
             return
         old, new = (progress.optimizer if self._has_state else None), None
@@ -917,6 +936,15 @@ class Trainer:
             progress.optimizer, progress.paused = new, strategy
         if strategy is not None:
             strategy.pause()
+
+    def _share_optimizer(self, start: EpochStart) -> None:
+        """After groups, when the next phase averages gradients: equalise the optimizer's state."""
+        is_needed = any(own.has_own_optimizer for own in start.states.values())
+        if not (is_needed and self._config.sync.first_mode.lockstep):
+            return
+        if start.worker is not None and self.plan.num_pipelines > 1:
+            broadcast_optimizer_state(self._progress, self._context)
+        self._progress.has_own_optimizer = False
 
     def _disconnect(self) -> None:
         """Drop all that connects this worker to the others of an epoch that has ended."""
