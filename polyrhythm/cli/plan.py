@@ -207,10 +207,11 @@ class PlanCommand:
     ) -> None:
         from polyrhythm.describe.write import write_model
         from polyrhythm.observe.plan_svg import draw_plan
-        from polyrhythm.observe.plan_table import show_plan
+        from polyrhythm.observe.plan_table import show_plan, show_reserve
         from polyrhythm.tables import print_line
 
         show_plan(chosen, planned, console)
+        show_reserve(chosen.plan, problem.cluster, console, buddy=problem.job.buddy)
         if self.out is not None:
             profile = self.profile
             if self._is_torch_model:  # other commands read it from the file

@@ -12,11 +12,14 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
+from polyrhythm.cost.sync import Sync
+from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.units import show as text
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import DeviceUse, Prediction
 from polyrhythm.plan.replan import ReplanResult
 from polyrhythm.plan.search import PlanResult, SearchProgress
+from polyrhythm.plan.survivors import machines_without_reserve
 from polyrhythm.tables import print_line, print_table
 from polyrhythm.types import Bytes, Seconds
 
@@ -75,6 +78,28 @@ def show_plan(prediction: Prediction, planned: PlanResult, console: Console) -> 
     print_line(console, "")
     for name, shown in _expected(prediction, planned):
         print_line(console, f"{name:<11}{shown}")
+
+
+def show_reserve(plan: Plan, cluster: Cluster, console: Console, *, buddy: bool) -> None:
+    """Print which machines training can do without; nothing for a single one.
+
+    `buddy`: whether shards have copies, in decoupled.
+    """
+    machine_of = {device.name: device.host or device.name for device in cluster.devices}
+    names = [device for pipeline in plan.pipelines for device in pipeline.devices]
+    machines = {rank: machine_of[name] for rank, name in enumerate(names)}
+    if len({*machines.values()}) == 1:
+        return
+    is_sharded = plan.sync == Sync.DECOUPLED
+    fatal = machines_without_reserve(plan, machines, buddy=buddy if is_sharded else None)
+    if plan.num_pipelines == 1:
+        line = "a loss of any device ends the job: there is only one pipeline"
+    elif fatal:
+        shown = ", ".join(fatal[:MAX_NAMES]) + (" ..." if len(fatal) > MAX_NAMES else "")
+        line = f"training cannot go on without any one of {shown}"
+    else:
+        line = "each machine may be lost: a whole pipeline is left"
+    print_line(console, f"{'losses':<11}{line}")
 
 
 def show_front(front: Sequence[Prediction], *, taken: int, console: Console) -> None:

@@ -232,11 +232,20 @@ def _partitioned(problem: Problem, shape: PlanShape, devices: Ints, idle: Ints) 
     found = []
     count = problem.job.batch_size / shape.microbatch_size / shape.num_pipelines
     for layers in dict.fromkeys(
-        layers_for(problem, shape.microbatch_size, devices, count, per_byte=each)
+        layers_for(
+            problem,
+            shape.microbatch_size,
+            devices,
+            count,
+            per_byte=each,
+            num_pipelines=shape.num_pipelines,
+        )
         for each in (0.0, _sync_per_byte(problem, devices) / count)
     ):
         room = problem.memory_limits[devices].min(axis=1)
-        recompute = recompute_of_stages(problem, layers, shape.microbatch_size, room)
+        recompute = recompute_of_stages(
+            problem, layers, shape.microbatch_size, room, shape.num_pipelines
+        )
         prices = prices_of(problem, layers, shape.microbatch_size, shape.num_pipelines, recompute)
         layout = reorder_stages(prices, evaluate_layout(prices, devices, idle))
         found.append(_draft(shape, layers, recompute, layout))
@@ -254,11 +263,15 @@ def _partitioned_by_memory(
 ) -> PlanDraft:
     """Return a draft with layers in proportion to memory; missing memory costs time."""
     size = shape.microbatch_size
-    least = problem.least_memory(size, recompute=problem.job.recompute != "never")
+    least = problem.least_memory(
+        size,
+        recompute=problem.job.recompute != "never",
+        num_pipelines=shape.num_pipelines,
+    )
     single = [float(least[layer, layer + 1]) for layer in range(problem.num_layers)]
     room = problem.memory_limits[devices].min(axis=1)
     layers = partition_layers(single, (1 / np.minimum(room, sum(single))).tolist())
-    recompute = recompute_of_stages(problem, layers, size, room)
+    recompute = recompute_of_stages(problem, layers, size, room, shape.num_pipelines)
     prices = prices_of(problem, layers, size, shape.num_pipelines, recompute)
     return _draft(shape, layers, recompute, evaluate_layout(prices, devices, idle))
 
@@ -270,8 +283,11 @@ def layers_for(
     num_microbatches: float = math.inf,
     *,
     per_byte: Seconds = 0.0,
+    num_pipelines: int,
 ) -> tuple[int, ...]:
     """Return the best numbers of layers for stages of these devices, [stage, pipeline].
+
+    `num_pipelines`: of the whole plan, on which the memory depends.
 
     The work of a layer is that of a micro-batch, plus `per_byte` of its parameters: their gradient
     exchange, divided by the micro-batches of a step. A stage that fits only if it recomputes also
@@ -283,11 +299,11 @@ def layers_for(
     bandwidth = problem.links.bandwidth
     slowest = np.minimum(bandwidth[here, after], bandwidth[after, here]).min(axis=1)
     room = problem.memory_limits[devices].min(axis=1)
-    recomputes = recompute_if_needed(problem, microbatch_size, room)
+    recomputes = recompute_if_needed(problem, microbatch_size, room, num_pipelines=num_pipelines)
     least = np.where(
         recomputes,
-        problem.least_memory(microbatch_size, recompute=True),
-        problem.least_memory(microbatch_size),
+        problem.least_memory(microbatch_size, recompute=True, num_pipelines=num_pipelines),
+        problem.least_memory(microbatch_size, num_pipelines=num_pipelines),
     )
     forward = np.cumsum([0.0, *(layer.forward for layer in layers)])
     return partition_layers(

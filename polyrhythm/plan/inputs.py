@@ -11,6 +11,7 @@ from polyrhythm.describe.profiles import builtin_profile, layers_of
 from polyrhythm.errors import DescriptionError, PlanError
 from polyrhythm.plan.options import PlanOptions, TrainingJob
 from polyrhythm.plan.plan import Plan, Sources
+from polyrhythm.plan.problem import Problem
 
 _LARGEST = 64  # samples in a micro-batch of a built-in model
 
@@ -88,6 +89,22 @@ def planned_inputs(
     return cluster, loaded
 
 
+def problem_of(
+    plan: Plan, cluster: Cluster, profile: ModelProfile, *, gradient_bytes: float | None = None
+) -> Problem:
+    """The problem that the plan solves, with the plan's settings of gradients and memory."""
+    sources = plan.sources or Sources(cluster="", profile="")
+    job = TrainingJob(
+        batch_size=plan.batch or 1,  # `predict` refuses a plan without a batch
+        sync=plan.sync,
+        gradient_bytes=sources.gradient_bytes if gradient_bytes is None else gradient_bytes,
+        optimizer_bytes=sources.optimizer_bytes,
+        memory_reserve=sources.memory_reserve,
+        buddy=sources.buddy,
+    )
+    return Problem(cluster=cluster, profile=profile, job=job)
+
+
 def sources_of(
     cluster: str | Path,
     profile: str | Path,
@@ -106,6 +123,7 @@ def sources_of(
         gradient_bytes=options.gradient_bytes,
         optimizer_bytes=options.optimizer_bytes,
         memory_reserve=options.memory_reserve,
+        buddy=options.buddy,
     )
 
 

@@ -162,7 +162,14 @@ def prices_of(
                 averages.uses_uplink,
             ]
         ),
-        _over(problem, layers_per_stage, microbatch_size, recompute, work.sum() * num_microbatches),
+        _over(
+            problem,
+            layers_per_stage,
+            microbatch_size,
+            recompute,
+            work.sum() * num_microbatches,
+            num_pipelines,
+        ),
         float(num_microbatches),
         float(group - 1),
         problem.job.objective == "cost",
@@ -183,6 +190,7 @@ def _over(
     microbatch_size: int,
     recompute: Sequence[bool],
     work: float,
+    num_pipelines: int,
 ) -> Floats:
     """Return the penalty [stage, device] of a device that cannot hold a stage and a micro-batch."""
     over = np.zeros((len(layers_per_stage), problem.num_devices))
@@ -193,7 +201,7 @@ def _over(
         layers = range(end, end + count)
         end = layers.stop
         recomputed = layers if recompute and recompute[stage] else ()
-        memory = problem.memory(layers, microbatch_size, recomputed)
+        memory = problem.memory(layers, microbatch_size, recomputed, num_pipelines=num_pipelines)
         bytes_needed = needed(memory, in_flight=1, window=0)
         missing = np.maximum(0.0, bytes_needed - problem.memory_limits)
         over[stage] = np.where(missing > 0, _NO_ROOM * work * (1 + missing / bytes_needed), 0.0)

@@ -36,6 +36,9 @@ class PlanOptions:
     """Optimizer bytes per byte of parameters: 2 for Adam, 6 for float32 Adam on float16 weights."""
     memory_reserve: float = 0.1
     """Fraction of each device's memory that stays free."""
+    buddy: bool = True
+    """With decoupled: count the copy of another replica's shard that each device holds, without
+    which training ends with the loss of a device; as in SyncConfig."""
     recompute: Recompute = "auto"
     """Recompute activations in the backward (activation checkpointing): auto on the stages whose
     memory would not suffice, or that are faster with it; never; or always, on all stages."""

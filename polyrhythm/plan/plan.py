@@ -106,6 +106,7 @@ class Sources:
     gradient_bytes: float = 1.0
     optimizer_bytes: float = 2.0
     memory_reserve: float = 0.1
+    buddy: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,6 +162,7 @@ def _scheduled(number: int, plan: Plan, times: PipelineTimes, problem: Problem) 
             plan.microbatch_size,
             pipeline.num_microbatches,
             recomputed_layers(plan, part),
+            num_pipelines=plan.num_pipelines,
         )
         if fits < 1:
             raise _too_large(part, plan, problem)
@@ -190,16 +191,21 @@ def _too_large(part: DevicePart, plan: Plan, problem: Problem) -> PlanError:
     assert total is not None, "it has a limit"
     assert plan.microbatch_size is not None, "checked"
     recomputed = recomputed_layers(plan, part)
-    memory = problem.memory(layers, plan.microbatch_size, recomputed)
+    count, size = plan.num_pipelines, plan.microbatch_size
+    memory = problem.memory(layers, size, recomputed, num_pipelines=count)
     lacking = needed(memory, in_flight=1, window=0) - limit
-    smallest = problem.memory(layers, plan.microbatch_size, layers)
+    smallest = problem.memory(layers, size, layers, num_pipelines=count)
     saved = needed(memory, in_flight=1, window=0) - needed(smallest, in_flight=1, window=0)
     recomputation = f"recompute in its stages (saves {saved / 2**30:.2f} GiB), " * (saved > 0)
+    copies = memory.weights * problem.copies_per_weight(count)
+    without = f"buddy=False (saves {copies / 2**30:.2f} GiB; a loss then ends the job), "
     return PlanError(
         f"layers {layers.start} to {layers.stop - 1} need {lacking / 2**30:.2f} GiB more than "
         f"{part.device!r} has to give: {limit / 2**30:.2f} of {total / 2**30:.2f} GiB",
-        expected="the weights, their gradients and optimizer state, and one micro-batch to fit",
-        fix=f"use {recomputation}more stages, smaller micro-batches, or a larger device",
+        expected="the weights, their gradients and optimizer state, "
+        f"{'the copy of a shard of another replica, ' * (copies > 0)}and one micro-batch to fit",
+        fix=f"use {recomputation}{without * (copies > 0)}more stages, smaller micro-batches, or a "
+        "larger device",
     )
 
 
@@ -213,7 +219,9 @@ def _uses(
             layers = _layers(plan, part.first, part.end)
             in_flight = peak_in_flight(replicas[number].schedule[place])
             recomputed = recomputed_layers(plan, part)
-            memory = problem.memory(layers, plan.microbatch_size, recomputed)
+            memory = problem.memory(
+                layers, plan.microbatch_size, recomputed, num_pipelines=plan.num_pipelines
+            )
             one = times[number].forward[place] + times[number].backward[place]
             index = problem.index[part.device]
             use = DeviceUse(

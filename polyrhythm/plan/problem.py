@@ -26,6 +26,7 @@ from polyrhythm.plan.options import TrainingJob
 from polyrhythm.types import Bytes
 
 _MAX_LEVELS = 64  # bandwidths considered for islands
+_COPIES_OF_TWO = 0.5  # of two replicas: each copies half of the weights; the states are one whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Problem:
     _layers: dict[int, tuple[Layer, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _least: dict[tuple[int, bool], NDArray[np.float64]] = field(
+    _least: dict[tuple[int, bool, float], NDArray[np.float64]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -149,8 +150,24 @@ class Problem:
             sync=Sync(sync),
         )
 
+    def copies_per_weight(self, num_pipelines: int) -> float:
+        """Return the bytes per byte of weights of copies for another replica, beyond what counts.
+
+        In decoupled a replica has one shard of the optimizer's state, of as many as replicas, and a
+        copy of another one with its weights. All of the state counts in any case. Copies are the
+        largest after losses: of two replicas each has half of the state, and the other half's copy.
+        """
+        if self.job.sync != Sync.DECOUPLED or not self.job.buddy or num_pipelines < 2:
+            return 0.0
+        return _COPIES_OF_TWO
+
     def memory(
-        self, layers: range, microbatch_size: int, recomputed: Collection[int] = ()
+        self,
+        layers: range,
+        microbatch_size: int,
+        recomputed: Collection[int] = (),
+        *,
+        num_pipelines: int = 1,
     ) -> StageMemory:
         """Return the memory of consecutive layers on one device, of which some are recomputed.
 
@@ -176,7 +193,9 @@ class Problem:
         return StageMemory(
             weights=weights,
             gradients=int(weights * self.job.gradient_bytes),
-            optimizer=int(weights * self.job.optimizer_bytes),
+            optimizer=int(
+                weights * (self.job.optimizer_bytes + self.copies_per_weight(num_pipelines))
+            ),
             activation=stored + activations.per_microbatch + 2 * before,
             message=0,
             recomputed=activations.recomputed,
@@ -193,15 +212,18 @@ class Problem:
             self._kept[microbatch_size] = recompute_bytes(self.layers(microbatch_size))
         return self._kept[microbatch_size]
 
-    def least_memory(self, microbatch_size: int, *, recompute: bool = False) -> NDArray[np.float64]:
+    def least_memory(
+        self, microbatch_size: int, *, recompute: bool = False, num_pipelines: int = 1
+    ) -> NDArray[np.float64]:
         """Return [a, b]: the memory of layers a to b with one micro-batch; inf if b <= a."""
-        key = microbatch_size, recompute
+        copies = self.copies_per_weight(num_pipelines)
+        key = microbatch_size, recompute, copies
         if key not in self._least:
             layers = self.layers(microbatch_size)
             weights = np.cumsum([0, *(layer.parameter_bytes for layer in layers)])
             held = [layer.stored_bytes for layer in layers]
             before = np.array([0, *(2 * layer.activation_bytes for layer in layers)])
-            per_weight = 1 + self.job.gradient_bytes + self.job.optimizer_bytes
+            per_weight = 1 + self.job.gradient_bytes + self.job.optimizer_bytes + copies
             total = per_weight * (weights[None, :] - weights[:, None]) + before[:, None]
             cast = np.cumsum([0, *(layer.cast_bytes or 0 for layer in layers)])
             total = total + (cast[None, :] - cast[:, None]) + (self.profile.workspace_bytes or 0)
@@ -248,9 +270,12 @@ class Problem:
         microbatch_size: int,
         num_microbatches: int,
         recomputed: Collection[int] = (),
+        *,
+        num_pipelines: int = 1,
     ) -> int:
         """Return how many micro-batches fit; 0 if not even one."""
-        limit, memory = self.limit(device), self.memory(layers, microbatch_size, recomputed)
+        limit = self.limit(device)
         if limit is None:
             return num_microbatches
+        memory = self.memory(layers, microbatch_size, recomputed, num_pipelines=num_pipelines)
         return max_in_flight(memory, limit, num_microbatches, window=0)

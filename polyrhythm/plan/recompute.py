@@ -17,14 +17,15 @@ from polyrhythm.plan.problem import Problem
 
 
 def recompute_if_needed(
-    problem: Problem, microbatch_size: int, rooms: NDArray[np.float64]
+    problem: Problem, microbatch_size: int, rooms: NDArray[np.float64], *, num_pipelines: int
 ) -> NDArray[np.bool_]:
     """Return [..., a, b]: whether a stage of layers a to b recomputes within a memory of `rooms`.
 
     It does if one micro-batch fits no other way, unless the job says never or always.
     """
-    plain = problem.least_memory(microbatch_size)
-    is_less = problem.least_memory(microbatch_size, recompute=True) < plain
+    plain = problem.least_memory(microbatch_size, num_pipelines=num_pipelines)
+    small = problem.least_memory(microbatch_size, recompute=True, num_pipelines=num_pipelines)
+    is_less = small < plain
     needed = (plain > np.asarray(rooms)[..., None, None]) & is_less
     if problem.job.recompute == "auto":
         return needed
@@ -36,9 +37,10 @@ def recompute_of_stages(
     layers_per_stage: Sequence[int],
     microbatch_size: int,
     rooms: NDArray[np.float64],
+    num_pipelines: int,
 ) -> tuple[bool, ...]:
     """Return whether each stage recomputes within the memory that it has."""
-    recomputes = recompute_if_needed(problem, microbatch_size, rooms)
+    recomputes = recompute_if_needed(problem, microbatch_size, rooms, num_pipelines=num_pipelines)
     bounds = pairwise(accumulate(layers_per_stage, initial=0))
     return tuple(bool(recomputes[stage, a, b]) for stage, (a, b) in enumerate(bounds))
 
@@ -89,6 +91,13 @@ def _stages_with_less_than_1f1b(
             wanted = min(len(parts) - place, count, at_most or count)
             layers = range(plan.layers(part.first).start, plan.layers(part.end - 1).stop)
             device = problem.index[part.device]
-            if problem.max_in_flight(device, layers, plan.microbatch_size, count) < wanted:
+            fits = problem.max_in_flight(
+                device,
+                layers,
+                plan.microbatch_size,
+                count,
+                num_pipelines=plan.num_pipelines,
+            )
+            if fits < wanted:
                 found |= set(range(part.first, part.end))
     return found

@@ -76,8 +76,12 @@ def replan(
     steps: int,
     seed: int = 0,
     on_progress: Callable[[SearchProgress], None] = lambda _: None,
+    one_stage_per_device: bool = False,
 ) -> ReplanResult:
-    """Choose a plan for the present cluster of `problem` and `steps` remaining steps."""
+    """Choose a plan for the present cluster of `problem` and `steps` remaining steps.
+
+    `one_stage_per_device`: for processes that are already started, each on its own device.
+    """
     if steps < 0:
         raise PlanError(
             f"{steps} steps", expected="0 or more", fix="pass the number of remaining steps"
@@ -88,7 +92,11 @@ def replan(
             expected=f"one for the {problem.num_layers} layers of {problem.profile.name!r}",
             fix="pass the running plan and the profile of its model",
         )
-    options = list(_options(running, problem, seed, on_progress))
+    options = [
+        option
+        for option in _options(running, problem, seed, on_progress)
+        if not one_stage_per_device or _has_one_stage_per_device(option.prediction.plan)
+    ]
     if not options:
         raise infeasible_error(problem)
     best = min(options, key=lambda option: option.value(problem, steps))
@@ -100,6 +108,11 @@ def replan(
         from_checkpoint=best.migration.lost,
         why=_why(best, options, problem, steps),
     )
+
+
+def _has_one_stage_per_device(plan: Plan) -> bool:
+    devices = [device for pipeline in plan.pipelines for device in pipeline.devices]
+    return len(set(devices)) == plan.num_workers
 
 
 def _options(

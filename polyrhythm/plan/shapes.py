@@ -121,12 +121,16 @@ def out_of_memory_error(problem: Problem, microbatch_size: int) -> PlanError:
     most, stage, device, layers = max(lacking, key=lambda item: item[0])
     name = problem.cluster.devices[device].name
     has = limits[device]
+    has_copies = problem.copies_per_weight(problem.job.num_pipelines or 2) > 0
     if most <= 0:  # one pipeline fits: the number of pipelines or the layout is the cause
         return PlanError(
             "no plan was found that fits into memory",
-            expected="every device to hold its layers, with gradients, optimizer state and one "
-            "micro-batch",
-            fix="use fewer pipelines, more stages, or smaller micro-batches",
+            expected="every device to hold its layers, with gradients, optimizer state"
+            + ", the copy of a shard of another replica" * has_copies
+            + " and one micro-batch",
+            fix="use "
+            + "buddy=False (a loss then ends the job), " * has_copies
+            + "fewer pipelines, more stages, or smaller micro-batches",
         )
     return PlanError(
         f"no plan was found that fits: of {stages} stages, split by memory, stage {stage} (layers "

@@ -24,13 +24,18 @@ _Row = tuple[int, ...]  # the members of one pipeline, one per stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Which member runs what in an epoch. A member is a process, by its rank in the first plan."""
+    """Which member runs what in an epoch.
+
+    A member is a process, by its rank in the plan that the job began with. The first plan is that
+    one, until layers are divided anew: then it is the new one, in which members have other places.
+    """
 
     plan: Plan  # of those that go on
     workers: Mapping[int, Worker]  # by member: its place in `plan`
     spares: Mapping[int, int]  # members without a place; the stage whose model part each holds
     why: str
-    first: Plan  # which the job began with; member r was its worker of rank r
+    first: Plan  # which says who has which layers
+    places: Mapping[int, Worker]  # by member: its place in `first`, whose model part it holds
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -43,14 +48,18 @@ class Assignment:
         return tuple(sorted(self.workers, key=lambda member: self.plan.rank(self.workers[member])))
 
 
-def first_assignment(plan: Plan) -> Assignment:
-    """Return the assignment at the start: member r is the worker of rank r."""
+def first_assignment(plan: Plan, members: Sequence[int] = ()) -> Assignment:
+    """Return the assignment of a plan at its start: `members` by rank; by default their ranks."""
+    members = members or range(plan.num_workers)
+    assert len(members) == plan.num_workers, "each place has a member"
+    workers = {member: plan.worker(rank) for rank, member in enumerate(members)}
     return Assignment(
         plan=plan,
-        workers={rank: plan.worker(rank) for rank in range(plan.num_workers)},
+        workers=workers,
         spares={},
         why="each process has the place of its rank",
         first=plan,
+        places=workers,
     )
 
 
@@ -67,20 +76,20 @@ def assign_survivors(current: Assignment, members: Collection[int]) -> Assignmen
         for pipeline, row in enumerate(rows)
         for stage, member in enumerate(row)
     }
-    spares = {member: _stage(first, member) for member in sorted(present - workers.keys())}
-    used = {_device(first, member) for member in workers}
+    spares = {m: current.places[m].stage for m in sorted(present - workers.keys())}
+    used = {device_of(current, member) for member in workers}
     named = [device for pipeline in first.pipelines for device in pipeline.devices]
     plan = replace(
         current.plan,
         pipelines=tuple(
-            _pipeline_plan(first, row, number)
-            for row, number in zip(rows, _microbatches(first, rows), strict=True)
+            _pipeline_plan(current, row, number)
+            for row, number in zip(rows, _microbatches(current, rows), strict=True)
         ),
         left_out=tuple(d for d in dict.fromkeys((*first.left_out, *named)) if d not in used),
         predicted=None,
     )
     why = "; ".join(_reasons(current, present, tuple(whole), formed, spares))
-    return Assignment(plan=plan, workers=workers, spares=spares, why=why, first=first)
+    return replace(current, plan=plan, workers=workers, spares=spares, why=why)
 
 
 def missing_stages(current: Assignment, members: Collection[int]) -> tuple[int, ...]:
@@ -89,24 +98,40 @@ def missing_stages(current: Assignment, members: Collection[int]) -> tuple[int, 
     If there is none, and no whole pipeline either, devices forbid it: one device runs consecutive
     stages of a single pipeline only.
     """
-    held = {_stage(current.first, member) for member in _checked(current, members)}
+    held = {current.places[member].stage for member in _checked(current, members)}
     return tuple(stage for stage in range(current.first.num_stages) if stage not in held)
 
 
-def machines_without_reserve(plan: Plan, by_machine: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the machines whose loss alone would leave no whole pipeline.
+def machines_without_reserve(
+    plan: Plan, by_machine: Mapping[int, str], *, buddy: bool | None
+) -> tuple[str, ...]:
+    """Return the machines whose loss alone would end the job.
 
-    `by_machine` has the machine of every member. Machines come in the order of their members.
+    It leaves no whole pipeline, or takes a shard of the optimizer's state along. `by_machine` has
+    the machine of every member. Machines come in the order of their members. `buddy`: whether each
+    shard has a copy at the next replica (`decoupled`); None if each replica has all of the state.
     """
     start = first_assignment(plan)
 
     def is_fatal(machine: str) -> bool:
         others = frozenset(m for m in start.members if by_machine[m] != machine)
+        if buddy is not None and _loses_shard(plan, others, has_copies=buddy):
+            return True
         if _whole_pipelines(start, others):
             return False
         return next(_further_pipelines(start, others, ()), None) is None
 
     return tuple(filter(is_fatal, dict.fromkeys(by_machine[m] for m in start.members)))
+
+
+def _loses_shard(plan: Plan, present: frozenset[int], *, has_copies: bool) -> bool:
+    """Whether some shard's owner and its copy are both absent. A copy is at the next replica."""
+    for stage in range(plan.num_stages):
+        replicas = [plan.rank(Worker(stage, pipeline)) for pipeline in range(plan.num_pipelines)]
+        holders = replicas[1:] + replicas[:1] if has_copies else replicas
+        if any(not present & pair for pair in map(frozenset, zip(replicas, holders, strict=True))):
+            return True
+    return False
 
 
 def _checked(current: Assignment, members: Collection[int]) -> frozenset[int]:
@@ -122,20 +147,16 @@ def _whole_pipelines(current: Assignment, present: frozenset[int]) -> dict[int, 
     return {number: row for number, row in enumerate(rows) if present.issuperset(row)}
 
 
-def _stage(first: Plan, member: int) -> int:
-    return first.worker(member).stage
-
-
-def _origin(first: Plan, member: int) -> int:
+def _origin(current: Assignment, member: int) -> int:
     """Return the pipeline that a member began in."""
-    return first.worker(member).pipeline
+    return current.places[member].pipeline
 
 
-def _device(first: Plan, member: int) -> str:
+def device_of(current: Assignment, member: int) -> str:
     """Return the name of a member's device; empty if the plan names none."""
-    worker = first.worker(member)
-    devices = first.pipelines[worker.pipeline].devices
-    return devices[worker.stage] if devices else ""
+    stage, pipeline = current.places[member]
+    devices = current.first.pipelines[pipeline].devices
+    return devices[stage] if devices else ""
 
 
 class _Part(NamedTuple):
@@ -153,13 +174,12 @@ _Pool = Mapping[int, _Part]  # by member
 
 
 def _part(current: Assignment, member: int) -> _Part:
-    first, place = current.first, current.workers.get(member)
-    began = first.worker(member)
+    began, place = current.places[member], current.workers.get(member)
     return _Part(
         stage=began.stage,
         origin=began.pipeline,
-        device=_device(first, member),
-        region=first.region_of(began),
+        device=device_of(current, member),
+        region=current.first.region_of(began),
         is_spare=place is None,
         pipeline=began.pipeline if place is None else place.pipeline,
     )
@@ -177,7 +197,7 @@ def _further_pipelines(
     """
     placed = {member for row in whole for member in row}
     pool: _Pool = {member: _part(current, member) for member in sorted(present - placed)}
-    pool = _on_other_devices(pool, {_device(current.first, member) for member in placed})
+    pool = _on_other_devices(pool, {device_of(current, member) for member in placed})
 
     def key(row: _Row) -> tuple[int, int, int, _Row]:
         parts = [pool[member] for member in row]
@@ -267,15 +287,15 @@ def _preference(
     return num_wasted, -together, min(distances, default=math.inf), part.is_spare
 
 
-def _microbatches(first: Plan, rows: Sequence[_Row]) -> list[int | None]:
+def _microbatches(current: Assignment, rows: Sequence[_Row]) -> list[int | None]:
     """Return each pipeline's number of micro-batches; their total stays constant.
 
     A recombined pipeline counts as the slowest of those that its workers began in. So the weights
     sum to the total or less, and no pipeline gets fewer micro-batches than its weight. If the first
     plan has no number for some pipeline, the others keep theirs.
     """
-    numbers = [pipeline.num_microbatches for pipeline in first.pipelines]
-    origins = [{_origin(first, member) for member in row} for row in rows]
+    numbers = [pipeline.num_microbatches for pipeline in current.first.pipelines]
+    origins = [{_origin(current, member) for member in row} for row in rows]
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers):
         return [numbers[min(of_row)] if len(of_row) == 1 else None for of_row in origins]
@@ -288,14 +308,14 @@ def _microbatches(first: Plan, rows: Sequence[_Row]) -> list[int | None]:
     return [*shares]
 
 
-def _pipeline_plan(first: Plan, row: _Row, num_microbatches: int | None) -> PipelinePlan:
+def _pipeline_plan(current: Assignment, row: _Row, num_microbatches: int | None) -> PipelinePlan:
     """Return the plan of one pipeline, with the schedule of those that its workers began in.
 
     If they had different schedules, or ran on another number of devices, it is chosen again.
     """
-    devices = tuple(_device(first, member) for member in row)
+    devices = tuple(device_of(current, member) for member in row)
     devices = devices if all(devices) else ()
-    origins = [first.pipelines[origin] for origin in {_origin(first, member) for member in row}]
+    origins = [current.first.pipelines[i] for i in {_origin(current, member) for member in row}]
     schedules = {(origin.schedule, _num_parts(origin.devices)) for origin in origins}
     schedule = origins[0].schedule
     if schedules != {(schedule, _num_parts(devices))}:

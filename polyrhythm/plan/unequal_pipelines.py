@@ -96,11 +96,12 @@ class _Outliner:
     def __init__(self, problem: Problem, size: int) -> None:
         self.problem, self._size = problem, size
         self.count = problem.job.batch_size // size
-        self._partitioned: dict[tuple[int, ...], tuple[StageRun, ...] | None] = {}
+        # By team and number of teams, on which the memory depends.
+        self._partitioned: dict[tuple[tuple[int, ...], int], tuple[StageRun, ...] | None] = {}
 
     def outline(self, teams: Teams) -> _Outline | None:
         """Return layers and micro-batches for these teams; None if something does not fit."""
-        runs = [self._runs(team) for team in teams]
+        runs = [self._runs(team, len(teams)) for team in teams]
         if not teams or len(teams) > self.count or any(run is None for run in runs):
             return None
         team_runs = tuple(run for run in runs if run is not None)
@@ -119,23 +120,26 @@ class _Outliner:
             takes=columns + sync,
         )
 
-    def _runs(self, team: tuple[int, ...]) -> tuple[StageRun, ...] | None:
-        if team not in self._partitioned:
+    def _runs(self, team: tuple[int, ...], num_teams: int) -> tuple[StageRun, ...] | None:
+        key = team, num_teams
+        if key not in self._partitioned:
             try:
-                self._partitioned[team] = (
-                    _partitioned(self.problem, team, self._size) if team else None
+                self._partitioned[key] = (
+                    _partitioned(self.problem, team, self._size, num_teams) if team else None
                 )
             except PlanError:
-                self._partitioned[team] = None
-        return self._partitioned[team]
+                self._partitioned[key] = None
+        return self._partitioned[key]
 
 
-def _partitioned(problem: Problem, team: Sequence[int], size: int) -> tuple[StageRun, ...]:
+def _partitioned(
+    problem: Problem, team: Sequence[int], size: int, num_teams: int
+) -> tuple[StageRun, ...]:
     """Return the layers of each device of a team; the slowest of more devices than layers idle."""
     fastest = sorted(team, key=lambda device: (-problem.speeds[device], device))
     kept = set(fastest[: problem.num_layers])
     devices = [device for device in team if device in kept]
-    counts = layers_for(problem, size, np.array(devices)[:, None])
+    counts = layers_for(problem, size, np.array(devices)[:, None], num_pipelines=num_teams)
     ends = pairwise(accumulate(counts, initial=0))
     return tuple(StageRun(d, a, b) for d, (a, b) in zip(devices, ends, strict=True))
 
@@ -160,7 +164,8 @@ def _recompute(problem: Problem, runs: Sequence[Sequence[StageRun]], size: int) 
     recomputed: set[int] = set()
     for run in itertools.chain.from_iterable(runs):
         room = problem.memory_limits[run.device]
-        if recompute_if_needed(problem, size, room)[run.first, run.end]:
+        needed = recompute_if_needed(problem, size, room, num_pipelines=len(runs))
+        if needed[run.first, run.end]:
             recomputed |= set(range(run.first, run.end))
     ends = sorted({run.end for team in runs for run in team})
     return tuple(end - 1 in recomputed for end in ends)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.observe.plan_table import (
     MAX_LINES,
     MAX_ROWS,
@@ -13,8 +14,9 @@ from polyrhythm.observe.plan_table import (
     show_change,
     show_front,
     show_plan,
+    show_reserve,
 )
-from polyrhythm.plan.plan import PipelinePlan, TimePart
+from polyrhythm.plan.plan import PipelinePlan, Plan, TimePart
 from polyrhythm.plan.predict import Prediction, predict
 from polyrhythm.plan.replan import ReplanResult
 from polyrhythm.plan.search import PlanResult, SearchProgress
@@ -213,3 +215,35 @@ def test_terminal_line_keeps_brackets() -> None:
     with PlanProgress(console) as progress:
         progress.update(SearchProgress(doing="[some] thing", done=1, total=2, best=""))
     assert "planning 1/2: [some] thing" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "hosts", "buddy", "expected"),
+    [
+        (("ab",), {}, None, "a loss of any device ends the job: there is only one pipeline"),
+        (("ab", "cd"), {}, None, "each machine may be lost: a whole pipeline is left"),
+        (("ab", "cd"), dict.fromkeys("ac", "h1"), None, "without any one of h1"),
+        (("ab", "cd"), dict.fromkeys("abcd", "h1"), None, ""),
+        (("ab", "cd"), {}, True, "each machine may be lost: a whole pipeline is left"),
+        (("ab", "cd"), {}, False, "without any one of a, b, c, d"),
+        (("a", "b", "c", "d"), dict.fromkeys("ab", "h1"), True, "without any one of h1"),
+        (("a", "b", "c", "d"), dict.fromkeys("ac", "h1"), True, "each machine may be lost"),
+    ],
+)
+def test_machines_that_training_cannot_lose_are_named(
+    pipelines: tuple[str, ...], hosts: dict[str, str], buddy: bool | None, expected: str
+) -> None:
+    devices = tuple(Device(name=name, region="r", host=hosts.get(name)) for name in "abcd")
+    over = Cluster(
+        name="x", devices=devices, regions=("r",), latency=((0.0,),), bandwidth=((1e9,),)
+    )
+    plan = Plan(
+        layers_per_stage=(1,) * len(pipelines[0]),
+        pipelines=tuple(PipelinePlan(devices=tuple(names)) for names in pipelines),
+        sync="all_reduce" if buddy is None else "decoupled",
+    )
+    console = Console(file=io.StringIO(), width=120)
+    show_reserve(plan, over, console, buddy=buddy is not False)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.startswith("losses ") == bool(expected)
+    assert expected in text

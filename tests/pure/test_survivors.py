@@ -1,5 +1,6 @@
 """After any losses whole pipelines go on, the others recombine, and the global batch stays."""
 
+import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -118,6 +119,27 @@ def test_each_member_has_one_place_at_the_stage_that_it_holds(history: History) 
         assert stages == {m: first.worker(m).stage for m in members}
 
 
+@given(losses(plans() | plans(num_parts=3)), st.integers(2, 5), st.randoms())
+def test_other_members_have_the_places_of_ranks(
+    history: History, factor: int, chance: random.Random
+) -> None:
+    """After a new division members are no ranks: they get what ranks get."""
+    plan, later = history
+    ranks = list(range(plan.num_workers))
+    members = sorted(chance.sample(range(factor * len(ranks)), len(ranks)))
+    current = first_assignment(plan, members)
+    assert current.places == current.workers == {m: plan.worker(r) for r, m in enumerate(members)}
+    for _, present, expected in run((plan, later)):
+        found = assign_survivors(current, [members[rank] for rank in present])
+        assert (found is None) == (expected is None)
+        if found is None or expected is None:
+            return
+        assert found.plan == expected.plan
+        assert found.workers == {members[r]: place for r, place in expected.workers.items()}
+        assert found.spares == {members[r]: stage for r, stage in expected.spares.items()}
+        current = found
+
+
 @given(losses(plans() | plans(num_parts=3)))
 def test_whole_pipelines_keep_their_members_and_order(history: History) -> None:
     for current, members, following in run(history):
@@ -221,7 +243,7 @@ def test_without_a_loss_nothing_changes(plan: Plan) -> None:
 @given(plans())
 def test_with_a_machine_per_pipeline_any_but_the_last_may_be_lost(plan: Plan) -> None:
     machines = {m: f"n{plan.worker(m).pipeline}" for m in range(plan.num_workers)}
-    fatal = machines_without_reserve(plan, machines)
+    fatal = machines_without_reserve(plan, machines, buddy=None)
     assert fatal == (("n0",) if plan.num_pipelines == 1 else ())
     current, present = first_assignment(plan), set(range(plan.num_workers))
     for number in range(plan.num_pipelines - 1):
@@ -243,7 +265,7 @@ def test_machines_without_reserve_are_those_whose_loss_ends_the_job(
     for machine in set(machines.values()):
         others = [member for member in machines if machines[member] != machine]
         ends = assign_survivors(current, others) is None
-        assert (machine in machines_without_reserve(plan, machines)) == ends
+        assert (machine in machines_without_reserve(plan, machines, buddy=None)) == ends
 
 
 def named_plan(num_stages: int, regions: Sequence[str], numbers: Sequence[int] = ()) -> Plan:
@@ -438,7 +460,40 @@ def test_a_bounded_schedule_is_chosen_again_for_another_number_of_devices() -> N
 def test_the_machines_of_a_stage_without_replicas_have_no_reserve() -> None:
     plan = even_plan(num_layers=2, num_stages=2, num_pipelines=2)
     machines = {0: "n0", 1: "n1", 2: "n2", 3: "n1"}  # both workers of stage 1 are on n1
-    assert machines_without_reserve(plan, machines) == ("n1",)
+    assert machines_without_reserve(plan, machines, buddy=None) == ("n1",)
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ("abcd", ""),  # each replica's buddy is on another machine
+        ("abab", ""),  # replicas 0 and 2 on a, 1 and 3 on b: no neighbours
+        ("aabc", "a"),
+        ("abca", "a"),  # the buddy of the last replica is the first one
+        ("aabb", "ab"),
+    ],
+)
+def test_a_machine_with_a_replica_and_its_buddy_has_no_reserve(
+    machines: str, expected: str
+) -> None:
+    plan = even_plan(num_layers=1, num_stages=1, num_pipelines=4)
+    by_machine = dict(enumerate(machines))
+    assert "".join(machines_without_reserve(plan, by_machine, buddy=True)) == expected
+    assert machines_without_reserve(plan, by_machine, buddy=None) == ()
+    assert {*machines_without_reserve(plan, by_machine, buddy=False)} == {*machines}
+
+
+def test_of_two_replicas_each_is_the_buddy_of_the_other() -> None:
+    plan = even_plan(num_layers=2, num_stages=2, num_pipelines=2)
+    apart = {0: "a", 1: "a", 2: "b", 3: "b"}
+    assert machines_without_reserve(plan, apart, buddy=True) == ()
+    assert machines_without_reserve(plan, apart, buddy=False) == ("a", "b")
+
+
+def test_buddies_of_any_stage_count() -> None:
+    plan = even_plan(num_layers=2, num_stages=2, num_pipelines=3)
+    together = {0: "a", 1: "b", 2: "c", 3: "b", 4: "e", 5: "f"}  # stage 1 of pipelines 0 and 1
+    assert machines_without_reserve(plan, together, buddy=True) == ("b",)
 
 
 def test_a_long_reason_counts_what_it_does_not_list() -> None:
