@@ -21,7 +21,7 @@ group that misses a vote copies a checkpoint.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
@@ -86,6 +86,16 @@ class Depart(_Message, frozen=True):
     now: Seconds = 0.0
 
 
+class Unreachable(_Message, frozen=True):
+    """A member cannot reach others of its epoch: packets to them are not confirmed any more."""
+
+    member: Count
+    incarnation: Count
+    epoch: Count
+    peers: tuple[Count, ...]
+    now: Seconds = 0.0
+
+
 class Finish(_Message, frozen=True):
     """A member needs the others no more, and they do not need it."""
 
@@ -104,9 +114,10 @@ class Lost(_Message, frozen=True):
 
 
 class Tick(_Message, frozen=True):
-    """The time of `next_timer` is reached."""
+    """The time of `next_timer` is reached; `silent` members have sent nothing for some seconds."""
 
     now: Seconds = 0.0
+    silent: tuple[Member, ...] = ()
 
 
 class Absence(_Message, frozen=True):
@@ -159,9 +170,9 @@ class Fenced(_Message, frozen=True):
     why: str
 
 
-Event = Enroll | Await | Vote | Depart | Finish | Lost | Tick
+Event = Enroll | Await | Vote | Depart | Unreachable | Finish | Lost | Tick
 Command = Begin | End | Committed | Fenced
-_MemberEvent = Await | Vote | Depart | Finish | Lost
+_MemberEvent = Await | Vote | Depart | Unreachable | Finish | Lost
 
 
 class _Phase(Enum):
@@ -193,6 +204,8 @@ class JobEpochs:
     epoch: int = 0
     # After the first one asks to leave: others that are asked to at the same time go with it.
     departure_window: Seconds = 0.5
+    # After the first report of a broken link: others tell which of its ends has more of them.
+    report_window: Seconds = 1.0
     counters: Counter[str] = field(default_factory=Counter)  # of ignored messages, by kind
     present: dict[Member, _Record] = field(default_factory=dict)
     _phase: _Phase = _Phase.FORMING
@@ -206,6 +219,8 @@ class JobEpochs:
     _answer_by: Seconds = math.inf  # of members that do not await the next epoch yet
     _departs_at: Seconds = -math.inf  # the earliest end of an epoch for those that leave
     _ends_at: Seconds = math.inf  # of an epoch without commits, for those that leave
+    _broken_links: set[frozenset[Member]] = field(default_factory=set)  # of the epoch
+    _reported_by: Seconds = math.inf  # all that are broken
     _now: Seconds = -math.inf
     _out: list[Command] = field(default_factory=list)
 
@@ -221,6 +236,8 @@ class JobEpochs:
             self._on_enroll(event)
         elif not isinstance(event, Tick):
             self._on_member_event(event)
+        if isinstance(event, Tick) and self._now >= self._reported_by:
+            self._drop_unreachable(event.silent)
         if self._now >= self._ends_at:
             self._end(self._why_departing(self._departing()))
         if self._now >= self._answer_by:
@@ -230,7 +247,7 @@ class JobEpochs:
 
     def next_timer(self) -> Seconds:
         """Time at which to send Tick if nothing happens before; inf for never."""
-        return min(self._answer_by, self._ends_at)
+        return min(self._answer_by, self._ends_at, self._reported_by)
 
     @property
     def is_over(self) -> bool:
@@ -286,6 +303,7 @@ class JobEpochs:
             Await: self._on_await,
             Vote: self._on_vote,
             Depart: self._on_depart,
+            Unreachable: self._on_unreachable,
             Finish: self._on_finish,
             Lost: lambda lost: self._lose(lost.member, lost.why),
         }
@@ -314,6 +332,8 @@ class JobEpochs:
         is_early = len(departing) < len(self._members) and self._now < self._departs_at
         if is_early or not event.may_end:
             departing = []
+        if not event.may_end:  # outside of a fit nobody goes on in another epoch
+            self._ends_at = math.inf
         why = self._why_departing(departing)
         self._out.append(
             Committed(self.epoch, event.number, bool(departing), why, tuple(departing))
@@ -329,6 +349,28 @@ class JobEpochs:
         record.is_departing = True
         if event.without_commit and self._phase is _Phase.RUNNING and not record.is_announced:
             self._ends_at = min(self._ends_at, self._departs_at)
+
+    def _on_unreachable(self, event: Unreachable) -> None:
+        if event.epoch != self.epoch or self._phase is _Phase.FORMING:
+            self.counters["late"] += 1
+            return
+        peers = self._members.intersection(event.peers) - {event.member}
+        if peers and event.member in self._members:
+            self._broken_links |= {frozenset((event.member, peer)) for peer in peers}
+            self._reported_by = min(self._reported_by, self._now + self.report_window)
+
+    def _drop_unreachable(self, silent: Container[Member]) -> None:
+        """Lose as few members as have an end of each broken link: those with most links first.
+
+        Before them the silent ones: machines that are dead, and not only a link.
+        """
+        links, self._broken_links, self._reported_by = self._broken_links, set(), math.inf
+        while links := {link for link in links if link <= self._members}:
+            counts = Counter(member for link in links for member in link)
+            dropped = max(counts, key=lambda m: (m in silent, counts[m], m))
+            others = sorted({m for link in links if dropped in link for m in link} - {dropped})
+            names = ", ".join(f"process {m} on {self.present[m].node}" for m in others)
+            self._lose(dropped, f"it has no connection with {names}")
 
     def _on_finish(self, event: Finish) -> None:
         record = self.present.pop(event.member)
@@ -375,6 +417,7 @@ class JobEpochs:
         self._phase, self._answer_by = _Phase.RUNNING, math.inf
         self._members, self._lost, self._committed = set(members), [], None
         self._lost_members, self._ends_at = [], math.inf
+        self._broken_links, self._reported_by = set(), math.inf
         for record in self.present.values():
             record.is_awaiting, record.is_announced = False, record.is_departing
 

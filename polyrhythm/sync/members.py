@@ -23,6 +23,9 @@ from polyrhythm.types import Group, Seconds, Worker
 
 NUM_SAMPLES = 64  # past durations kept
 REFRESH = 8  # compute the median anew after this many new durations
+FIRST_APART: Seconds = 30.0  # time until a broken link is tried again; it doubles ...
+MAX_APART: Seconds = 960.0  # ... up to this
+REPORT_WINDOW: Seconds = 3.0  # in which both workers of a broken link report it
 
 
 class MemberStatus(Enum):
@@ -38,6 +41,7 @@ class Limits:
 
     floor: Seconds = 1.0  # of a learned timeout
     ceiling: Seconds = 240.0  # of an average's timeout; below the lease of the enforcement token
+    connect_timeout: Seconds = 20.0  # added for members that have not averaged together before
     ready_timeout: Seconds = 300.0  # longest wait of an assigned group for members that compute
     timeout_factor: float = 10.0  # an average, or a step, may take this many medians
     # A ready worker waits for a group for `group_timeout`, or for this many steps if that is
@@ -55,6 +59,7 @@ class Limits:
                 fix="omit them: timeouts are learned between the defaults",
             )
         above_0 = (
+            self.connect_timeout,
             self.ready_timeout,
             self.timeout_factor,
             self.group_timeout,
@@ -63,6 +68,7 @@ class Limits:
         )
         if not (all(limit > 0 for limit in above_0) and self.max_retries >= 0):
             raise PolicyError(
+                f"connect_timeout={self.connect_timeout:g} "
                 f"ready_timeout={self.ready_timeout:g} timeout_factor={self.timeout_factor:g} "
                 f"group_timeout={self.group_timeout:g} "
                 f"group_timeout_steps={self.group_timeout_steps:g} "
@@ -207,6 +213,7 @@ class MemberState:
         "is_idle",
         "is_ready",
         "is_stopping",
+        "met",
         "node",
         "num_failures",
         "queue",
@@ -240,6 +247,7 @@ class MemberState:
         # AverageAll and that end; and the end of its last group.
         self.step_end: Commit | Skip | None = None
         self.group_end: Commit | Abort | None = None
+        self.met = 0  # bits of pipelines with which it is connected: they have averaged together
         self.aborted_gid = -1  # the group aborted before its Done, which may still arrive
         self.queue: list[GroupRound] = []  # its groups, in the order of their ids
         self.has_early_ready = self.has_early_request = False  # received before the step ended
@@ -316,6 +324,77 @@ class Membership:
         return [stage[member.worker.pipeline] for stage in self.stages]
 
 
+class _BrokenLink(NamedTuple):
+    until: Seconds
+    apart: Seconds  # how long
+    num_failures: int
+
+
+class BrokenLinks:
+    """Pairs of workers that exchange nothing directly, since messages between them are lost.
+
+    A link is broken if both workers name each other soon after a group has failed: of a worker that
+    has died or stopped, only the others report. The link is tried again after a time that doubles
+    with each failure; a group that commits over it ends that.
+
+    Source: none.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[Worker, Worker], _BrokenLink] = {}
+        # The last report of each worker: the group, when, and whom it names.
+        self._reports: dict[Worker, tuple[int, Seconds, set[Worker]]] = {}
+
+    def report(
+        self, worker: Worker, gid: int, lost: Iterable[Worker], now: Seconds
+    ) -> list[tuple[Worker, Worker]]:
+        """Record which members of a group do not answer a worker; return pairs that this breaks."""
+        broken, own = list[tuple[Worker, Worker]](), set(lost)
+        for other in sorted(own):
+            last_gid, last_now, named = self._reports.get(other, (-1, -math.inf, set[Worker]()))
+            if last_gid == gid and now - last_now <= REPORT_WINDOW and worker in named:
+                pair = min(worker, other), max(worker, other)
+                last = self._links.get(pair, _BrokenLink(now, FIRST_APART / 2, 0))
+                apart = min(2 * last.apart, MAX_APART)
+                self._links[pair] = _BrokenLink(now + apart, apart, last.num_failures + 1)
+                broken.append(pair)
+        last_gid, _, named = self._reports.get(worker, (-1, now, set[Worker]()))
+        self._reports[worker] = gid, now, own | named if last_gid == gid else own
+        return broken
+
+    def among(self, workers: Iterable[Worker], now: Seconds) -> tuple[tuple[Worker, Worker], ...]:
+        """Return the pairs of these workers that exchange nothing directly now."""
+        if not self._links:
+            return ()
+        members = set(workers)
+        return tuple(
+            pair
+            for pair, link in sorted(self._links.items())
+            if link.until > now and members.issuperset(pair)
+        )
+
+    def reason(self, pairs: Iterable[tuple[Worker, Worker]]) -> str:
+        """Describe broken links."""
+        texts = []
+        for pair in pairs:
+            num, (one, other) = self._links[pair].num_failures, pair
+            texts.append(f"{one}-{other} failed {num} time{'s' * (num > 1)}")
+        return f"link {', '.join(texts)}: no direct messages"
+
+    def restore(self, assign: Assign) -> None:
+        """Forget what is broken among the members of a committed group that used these links."""
+        members = set(assign.members)
+        for pair in [pair for pair in self._links if members.issuperset(pair)]:
+            if pair not in assign.apart:
+                del self._links[pair]
+
+    def forget(self, worker: Worker) -> None:
+        """Forget all about a worker, which has died or starts in a new incarnation."""
+        self._reports.pop(worker, None)
+        for pair in [pair for pair in self._links if worker in pair]:
+            del self._links[pair]
+
+
 class GroupQueue:
     """One total order of groups: each worker runs its groups in that order.
 
@@ -355,6 +434,15 @@ class GroupQueue:
             if member.queue[0] is not group_round or (member.is_stopping and not member.is_ready):
                 return False
         return True
+
+    def using(self, pair: tuple[Worker, Worker]) -> Iterator[GroupRound]:
+        """Yield the open groups in which both workers exchange messages directly."""
+        for group_round in list(self.groups.values()):
+            assign = group_round.assign
+            if assign is None or group_round.gid not in self.groups:
+                continue
+            if {*pair} <= {*assign.members} and pair not in assign.apart:
+                yield group_round
 
     def set_deadline(self, group_round: GroupRound, deadline: Seconds) -> None:
         group_round.deadline = deadline

@@ -60,13 +60,18 @@ class AverageAll(_StepMessage, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """A worker has computed the average of a group, not applied yet; or `ok` is False."""
+    """A worker has computed the average of a group, not applied yet; or `ok` is False.
+
+    `lost`: members with which this worker could not exchange messages. After the end of a group it
+    may be sent again with others.
+    """
 
     worker: Worker
     gid: Count
     ok: bool
     incarnation: Count = 0
     now: Seconds = 0.0
+    lost: tuple[Worker, ...] = ()
 
 
 class Acquire(_Message, frozen=True):
@@ -128,7 +133,10 @@ class Leave(_Message, frozen=True):
 
 
 class Assign(_Message, frozen=True):
-    """The members average with equal weights, in `gid` order, and send Done within `timeout`."""
+    """The members average with equal weights, in `gid` order, and send Done within `timeout`.
+
+    The two members of each pair of `apart` exchange nothing directly: their link is broken.
+    """
 
     gid: int
     epoch: int  # of the membership when the group was formed
@@ -136,6 +144,7 @@ class Assign(_Message, frozen=True):
     incarnations: tuple[int, ...]  # of each member; a restarted member needs new connections
     timeout: Seconds  # of the average, once all members are ready
     why: str
+    apart: tuple[tuple[Worker, Worker], ...] = ()
 
 
 class Commit(_Message, frozen=True):

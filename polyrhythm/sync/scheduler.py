@@ -34,6 +34,7 @@ from polyrhythm.errors import PolicyError
 from polyrhythm.sync.dispatch import SampleLedger
 from polyrhythm.sync.dispatch_handler import DispatchHandler
 from polyrhythm.sync.members import (
+    BrokenLinks,
     GroupQueue,
     GroupRound,
     GroupWait,
@@ -106,6 +107,7 @@ class Scheduler:
         self.counters: Counter[str] = Counter()
         self._limits = limits or Limits()
         self._queue, self._waits = GroupQueue(first_gid), GroupWaits()
+        self._links = BrokenLinks()
         self._timers: list[Seconds] = []  # of all policies and global averages
         self._stage_policies = [self._make_stage_policy(policy) for policy in policies]
         self._average_alls = [
@@ -180,6 +182,7 @@ class Scheduler:
             self._reset_pipeline(event.worker, f"{event.worker} has restarted")
             member.node, member.incarnation = event.node, event.incarnation
             member.start_over(event.clock)
+            self._forget_connections(member)
             joined = self.membership.change(member, MemberStatus.ACTIVE)
             copying: list[MemberState] = []
             if self._has_started and any(other.clock == 0 for other in joined):
@@ -241,6 +244,8 @@ class Scheduler:
         member = self._sender(event, -1)
         if member is None:
             return
+        if event.lost and not event.ok:
+            self._report_lost(member, event)
         group_round = self._queue.groups.get(event.gid)
         if group_round is None:
             self.counters["late"] += 1
@@ -251,9 +256,29 @@ class Scheduler:
         else:
             group_round.pending.remove(event.worker)
             if not event.ok:
-                self._fail(group_round, f"{event.worker} failed")
+                lost = " and ".join(map(str, event.lost))
+                self._fail(group_round, f"{event.worker} " + (f"lost {lost}" if lost else "failed"))
             elif not group_round.pending:
                 self._commit(group_round)
+
+    def _report_lost(self, member: MemberState, event: Done) -> None:
+        """Find out whether links are broken, and end groups that use them."""
+        stage = self.membership.stages[event.worker.stage]
+        for other in event.lost:
+            if other.stage == event.worker.stage and other.pipeline < len(stage):
+                member.met &= ~(1 << other.pipeline)
+                stage[other.pipeline].met &= ~(1 << event.worker.pipeline)
+        for pair in self._links.report(event.worker, event.gid, event.lost, self._now):
+            self.counters["broken_links"] += 1
+            for group_round in self._queue.using(pair):
+                if group_round.gid != event.gid:
+                    self._fail(group_round, self._links.reason([pair]), is_retried=True)
+
+    def _forget_connections(self, member: MemberState) -> None:
+        """Forget with which workers an earlier incarnation was connected, or was not."""
+        self._links.forget(member.worker)
+        for other in self.membership.stages[member.worker.stage]:
+            other.met &= ~(1 << member.worker.pipeline)
 
     def _on_sample_event(self, event: Acquire | Acknowledge | QueryProgress) -> None:
         if self._sender(event, -1) is None:
@@ -572,6 +597,14 @@ class Scheduler:
                 group_round.unready.add(member.worker)
         stage_policy = group_round.stage_policy
         members, why = group_round.group
+        apart = self._links.among(members, self._now)
+        if apart:
+            if len({worker for pair in apart for worker in pair}) == len(members):
+                if self._skip_group(group_round, self._links.reason(apart)):
+                    return
+                apart = ()  # the links are tried again: all workers need this average
+            else:
+                why = f"{why}; {self._links.reason(apart)}"
         assign = Assign(
             group_round.gid,
             self.membership.epoch,
@@ -579,6 +612,7 @@ class Scheduler:
             tuple([member.incarnation for member in group_round.members]),
             stage_policy.average_timeout.current,
             why,
+            apart,
         )
         group_round.assign = assign
         self._out.append(assign)
@@ -591,7 +625,16 @@ class Scheduler:
         """Start the average: all members with a request are ready."""
         group_round.started = self._now
         timeout = group_round.stage_policy.average_timeout.current
+        if not _have_met(group_round):
+            timeout = min(timeout + self._limits.connect_timeout, self._limits.ceiling)
         self._queue.set_deadline(group_round, self._now + timeout)
+
+    def _skip_group(self, group_round: GroupRound, reason: str) -> bool:
+        """Skip a group that cannot average; False if its members must."""
+        if self._waits_for_all or group_round.stage_policy.is_average_all:
+            return False
+        self._fail(group_round, reason, is_final=True)
+        return True
 
     def _commit(self, group_round: GroupRound) -> None:
         """Commit a group: all members are done."""
@@ -601,6 +644,11 @@ class Scheduler:
         end_clocks = tuple([other.clock if other.is_ready else -1 for other in group_round.members])
         commit = Commit(group_round.gid, group_round.group.members, end_clocks)
         self._send_end(group_round, commit)
+        assert group_round.assign is not None, "it was open"
+        self._links.restore(group_round.assign)
+        met = _bits(group_round.members)
+        for member in group_round.members:
+            member.met |= met
         if self._dispatch is not None:
             for member in group_round.members:
                 self._dispatch.commit(member.worker)
@@ -610,12 +658,25 @@ class Scheduler:
             self._end_step(member)
         self._close(group_round, ok=True)
 
-    def _fail(self, group_round: GroupRound, reason: str) -> None:
-        """Abort a group; its ready members try another one, unless too many have failed."""
+    def _fail(
+        self,
+        group_round: GroupRound,
+        reason: str,
+        *,
+        is_retried: bool = False,
+        is_final: bool = False,
+    ) -> None:
+        """Abort a group; its ready members try another one, unless too many have failed.
+
+        `is_retried`: in any case. `is_final`: in no case.
+        """
         self._abort(group_round, reason)
         waiting = group_round.waiting_members()
         for member in waiting:
-            member.num_failures += member.is_ready
+            member.num_failures += member.is_ready and not is_retried
+            if is_final and not member.queue:
+                self._skip(member, reason, failed=True)
+        waiting = [member for member in waiting if member.is_ready or not is_final]
         max_failures = max((member.num_failures for member in waiting), default=0)
         for member in waiting:
             # All skip or none: else the last one would wait for the global average alone.
@@ -707,3 +768,17 @@ class Scheduler:
                 self._accept(stage_policy, stage_policy.policy.on_timer(self._now))
         while self._waits.next_deadline() <= self._now:
             self._skip_waiting(self._waits.pop_next())
+
+
+def _bits(members: Iterable[MemberState]) -> int:
+    """Return a bit for the pipeline of each member."""
+    bits = 0
+    for member in members:
+        bits |= 1 << member.worker.pipeline
+    return bits
+
+
+def _have_met(group_round: GroupRound) -> bool:
+    """Whether all members are connected with one another."""
+    bits = _bits(group_round.members)
+    return all(not bits & ~member.met for member in group_round.members)

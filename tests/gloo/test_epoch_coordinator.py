@@ -18,6 +18,7 @@ import pytest
 from polyrhythm.errors import PeerError, WorkerError
 from polyrhythm.processes import FENCED, PEER_LOST, TERMINATED, Child, FencedError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.coordinator import epoch_server
 from polyrhythm.run.coordinator.epoch_client import CoordinatorAccess, EpochClient
 from polyrhythm.run.coordinator.epoch_server import EpochServer, LossTimeouts
 from polyrhythm.run.coordinator.keys import ClientKeys, KeyPair, ServerKeys
@@ -140,6 +141,32 @@ def test_stopped_process_is_lost_and_fenced_when_it_continues(tmp_path: Path) ->
         assert job._workers[1].wait(10) == FENCED
         assert "lost the job during training" in job._workers[1].reason
         (tmp_path / "fenced").touch()
+        assert job.wait(20)
+
+
+@pytest.mark.timeout(60)
+def test_of_a_broken_link_the_end_without_heartbeats_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two equal ends, of which the machine with the lower rank is dead."""
+    monkeypatch.setattr(epoch_server, "_SILENT_FOR", 1.0)
+
+    def work(ctx: DistContext) -> None:
+        member = Member(ctx.coordinator, ctx.rank)
+        member.begin()
+        if ctx.rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)
+        member.client._unreachable = lambda: [0]  # as the kernel reports it
+        why = member.commit_until_the_end(2)
+        assert "process 0 on here is lost: it has no connection with process 1" in why
+        assert member.begin(why).members == (1,)
+        (tmp_path / "lost").touch()
+        member.client.finish()
+
+    with job_of(work, 2, tmp_path) as job:
+        eventually((tmp_path / "lost").exists)
+        os.kill(job._workers[0].pid, signal.SIGKILL)
         assert job.wait(20)
 
 
@@ -288,6 +315,19 @@ def test_reconnected_member_is_still_a_member() -> None:
         assert first.ends == members[1].ends == []
         for member in members:
             member.client.finish()
+
+
+@pytest.mark.timeout(60)
+def test_a_full_disk_ends_the_log_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    with server_of(1, log=Path("/dev/full")) as (_, access):
+        member = Member(access, 0)
+        member.begin()
+        for number in (1, 2):
+            assert member.client.commit(number, 1, TIMEOUT).number == number
+        member.client.finish()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the log /dev/full ends here: [Errno 28] No space left on device"
+    ]
 
 
 def fail_with(status_by_rank: dict[int, Callable[[], None]]) -> Callable[[DistContext], None]:

@@ -1,5 +1,6 @@
 """Means over any group: exact, bitwise equal, out of place; a lost peer breaks only its pairs."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,16 +16,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from polyrhythm.errors import PeerError
+from polyrhythm.errors import LaunchError, PeerError
+from polyrhythm.run.averaging import exchange
 from polyrhythm.run.averaging.exchange import (
     Peer,
     PeerConnections,
     PostedMessages,
+    RoundShape,
     all_reduce_mean,
+    direct_peers,
     reduce_scatter,
+    shard_slices,
+)
+from polyrhythm.run.averaging.split_all_reduce import (
+    BucketedAllReduce,
+    BucketMemory,
+    FillingBuffer,
+    bucket_shards,
 )
 from polyrhythm.run.comm.launch import DistContext
-from polyrhythm.run.comm.process_groups import NUM_SOCKETS
+from polyrhythm.run.comm.process_groups import INTERFACES, NUM_SOCKETS
 from polyrhythm.types import Worker
 from tests.gloo.pipelines import run_stages
 from tests.gloo.replicas import run_with_failures
@@ -106,7 +117,7 @@ def test_a_large_message_travels_over_all_sockets_that_both_have(
             return group.send(tensors, to, tag)
 
         recorded: Any = SimpleNamespace(rank=group.rank, recv=group.recv, send=send)
-        connections._by_peer[peer(1 - ctx.rank)] = connection._replace(group=recorded)
+        connection.group = recorded
         flat = torch.arange(num, dtype=torch.float32) * (ctx.rank + 1)
         found = exchange_mean(connections, (0, 1), flat, 7)
         is_mean = torch.equal(found, torch.arange(num, dtype=torch.float32) * 1.5)
@@ -313,3 +324,213 @@ def test_keys_stay_until_all_their_readers_have_committed() -> None:
     for rank, is_kept in ((1, True), (1, True), (2, False)):
         connections.commit([Worker(0, 0), Worker(0, rank)])
         assert store.check(["report"]) == is_kept
+
+
+def begin_round(
+    connections: PeerConnections, members: list[Peer], flat: torch.Tensor, number: int
+) -> None:
+    """Begin a round of `all_reduce_mean` that can be cancelled."""
+    shards = shard_slices(flat.numel(), len(members), flat.element_size())
+    others = [member for member in members if member != connections.me]
+    shape = RoundShape(members, shards, flat.element_size(), number, gathers=True)
+    connections.connect(others, str(number), timeout=20.0)
+    connections.begin(shape, others)
+
+
+@pytest.mark.parametrize("size", [10, 50_000, pytest.param(2**23, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_sockets", [1, 2])
+def test_an_aborted_round_leaves_the_connections_of_healthy_peers(
+    size: int, num_sockets: int, tmp_path: Path
+) -> None:
+    """One member does not start; the others wait for it until all cancel the round."""
+    members = [peer(rank) for rank in range(3)]
+
+    def work(ctx: DistContext) -> tuple[bool, tuple[Worker, ...], list[float]]:
+        connections, flat = connections_of(ctx, num_sockets), torch.full((size,), float(ctx.rank))
+        for number in (1, 3):
+            begin_round(connections, members, flat, number)
+            before = dict(connections._by_peer)
+            timer = threading.Timer(0.5, connections.cancel)
+            timer.start()
+            if ctx.rank < 2:
+                with contextlib.suppress(PeerError):  # unless the others cancel it first
+                    all_reduce_mean(
+                        connections, members, [1 / 3] * 3, flat, number=number, timeout=60.0
+                    )
+            timer.join()
+            connections.drain()
+            is_kept = connections._by_peer == before
+            found = exchange_mean(connections, (0, 1, 2), flat, number + 1)
+        return is_kept, connections.pop_lost(), found[:: size - 1].tolist()
+
+    assert run_stages(3, work, tmp_path) == [(True, (), [1.0, 1.0])] * 3
+
+
+def test_a_peer_that_does_not_answer_is_named_and_the_others_stay_connected(
+    tmp_path: Path,
+) -> None:
+    members = [peer(rank) for rank in range(3)]
+
+    def work(ctx: DistContext) -> tuple[list[str], list[float]]:
+        connections, flat = connections_of(ctx), torch.full((50_000,), float(ctx.rank))
+        exchange_mean(connections, (0, 1, 2), flat, 1)
+        dist.barrier()
+        if ctx.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        begin_round(connections, members, flat, 2)
+        threading.Timer(0.2, connections.cancel).start()
+        threading.Timer(0.5, connections.end_wait, [2]).start()
+        with pytest.raises(PeerError):
+            all_reduce_mean(connections, members, [1 / 3] * 3, flat, number=2, timeout=60.0)
+        pair = connections._by_peer[peer(1 - ctx.rank)]
+        connections.drain()
+        assert connections._by_peer == {peer(1 - ctx.rank): pair}
+        lost = list(map(str, connections.pop_lost()))
+        return lost, exchange_mean(connections, (0, 1), flat, 3)[:1].tolist()
+
+    found = run_with_stopped(3, work, tmp_path, stopped=2)
+    assert found == {rank: (["s0p2"], [0.5]) for rank in (0, 1)}
+
+
+def test_a_peer_that_dies_while_gradients_are_streamed_is_lost_alone(tmp_path: Path) -> None:
+    """The thread that sends buckets still waits for the last one when the round fails."""
+    members, half = [peer(rank) for rank in range(3)], 50_000
+
+    def work(ctx: DistContext) -> tuple[str, list[str], list[float]]:
+        connections, flat = connections_of(ctx), torch.full((2 * half,), float(ctx.rank))
+        exchange_mean(connections, (0, 1, 2), flat, 1)
+        dist.barrier()
+        if ctx.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        memory = BucketMemory(flat, [slice(0, half), slice(half, 2 * half)])
+        buffer = FillingBuffer(memory, lambda bucket: None)
+        shards, others = bucket_shards(memory, members, ()), [peer(1 - ctx.rank), peer(2)]
+        connections.begin(RoundShape(members, shards, 4, 2, gathers=True), others)
+        buffer.mark_filled(0)
+        all_reduce = BucketedAllReduce(
+            connections, members, buffer, number=2, timeout=30.0, should_stop=lambda: False
+        )
+        with pytest.raises(PeerError) as caught:
+            all_reduce.run([1 / 3] * 3)
+        connections.drain()
+        lost = list(map(str, connections.pop_lost()))
+        assert set(connections._by_peer) == {peer(1 - ctx.rank)}
+        found = exchange_mean(connections, (0, 1), torch.full((9,), float(ctx.rank)), 3)
+        return caught.value.peer, lost, found[:1].tolist()
+
+    found = run_with_failures(3, work, tmp_path, lost={2}, timeout=40.0)
+    assert found == {rank: ("s0p2", ["s0p2"], [0.5]) for rank in (0, 1)}
+
+
+def run_with_stopped(
+    num: int, work: Callable[[DistContext], Any], folder: Path, *, stopped: int
+) -> dict[int, Any]:
+    """Run `work`, in which one rank stops; kill that when all others have returned."""
+    pid_file = folder / "stopped"
+
+    def work_and_kill(ctx: DistContext) -> Any:
+        if ctx.rank == stopped:
+            pid_file.write_text(str(os.getpid()))
+        found = work(ctx)
+        (folder / f"is-done{ctx.rank}").touch()
+        first = min(rank for rank in range(num) if rank != stopped)
+        if ctx.rank == first:
+            others = [rank for rank in range(num) if rank != stopped]
+            wait_until(
+                lambda: all((folder / f"is-done{rank}").exists() for rank in others), "not done"
+            )
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        return found
+
+    return run_with_failures(num, work_and_kill, folder, lost={stopped}, timeout=40.0)
+
+
+def test_connections_are_made_at_once(tmp_path: Path) -> None:
+    """With a delay in each handshake, all together take hardly longer than one."""
+    delay = 0.5
+
+    def work(ctx: DistContext) -> float:
+        set_address = exchange._Handshake.set_peer_address
+
+        def set_later(self: Any, socket: int, address: bytes) -> None:
+            threading.Timer(delay, set_address, [self, socket, address]).start()
+
+        exchange._Handshake.set_peer_address = set_later
+        connections, start = connections_of(ctx), time.monotonic()
+        connections.connect(
+            [peer(rank) for rank in range(8) if rank != ctx.rank], "1", timeout=60.0
+        )
+        took = time.monotonic() - start
+        assert exchange_mean(connections, tuple(range(8)), torch.ones(9), 1).tolist() == [1.0] * 9
+        return took
+
+    assert max(run_stages(8, work, tmp_path)) < 5 * delay
+
+
+def test_handshake_with_a_dying_peer_ends_in_seconds(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[str, list[str], bool]:
+        if ctx.rank == 2:
+            publish = exchange._Connecting._set
+
+            def publish_and_die(connecting: Any, values: dict[str, bytes]) -> None:
+                publish(connecting, values)
+                if not any(exchange._SOCKETS in key for key in values):  # its addresses
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            exchange._Connecting._set = publish_and_die
+        else:
+            set_address = exchange._Handshake.set_peer_address
+
+            def set_later(handshake: Any, socket: int, address: bytes) -> None:
+                time.sleep(0.2)  # until it is dead
+                set_address(handshake, socket, address)
+
+            exchange._Handshake.set_peer_address = set_later
+        connections, start = connections_of(ctx), time.monotonic()
+        with pytest.raises(PeerError) as caught:
+            connections.connect(
+                [peer(rank) for rank in range(3) if rank != ctx.rank], "1", timeout=60.0
+            )
+        is_soon = time.monotonic() - start < 3 * exchange._HANDSHAKE_TIMEOUT
+        assert set(connections._by_peer) == {peer(1 - ctx.rank)}, "the healthy peer stays"
+        return caught.value.peer, list(map(str, connections.pop_lost())), is_soon
+
+    found = run_with_failures(3, work, tmp_path, lost={2})
+    assert found == {rank: ("s0p2", ["s0p2"], True) for rank in (0, 1)}
+
+
+def test_a_wrong_interface_is_the_error_of_its_worker_and_no_lost_peer(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> tuple[str, list[str], bool]:
+        connections, start = connections_of(ctx), time.monotonic()
+        if ctx.rank == 1:
+            os.environ[INTERFACES] = "nope0"
+        with pytest.raises((PeerError, LaunchError)) as caught:
+            connections.connect([peer(1 - ctx.rank)], "1", timeout=60.0)
+        lost, is_soon = connections.pop_lost(), time.monotonic() - start < 3.0
+        return str(caught.value).partition(" during")[0], list(map(str, lost)), is_soon
+
+    found = run_stages(2, work, tmp_path)
+    assert found[0] == ("lost s0p1", [], True)
+    assert found[1][0].startswith("GLOO_SOCKET_IFNAME='nope0'")
+    assert "Unable to find address for: nope0" in found[1][0]
+    assert found[1][1:] == ([], True)
+
+
+@pytest.mark.parametrize("size", [10, 50_000])
+def test_members_with_a_broken_link_average_through_the_others(size: int, tmp_path: Path) -> None:
+    members, apart = [peer(rank) for rank in range(4)], [(Worker(0, 0), Worker(0, 2))]
+
+    def work(ctx: DistContext) -> tuple[set[int], torch.Tensor, torch.Tensor]:
+        connections = connections_of(ctx)
+        flat = torch.randn(size, generator=torch.Generator().manual_seed(ctx.rank))
+        connections.connect(direct_peers(members, connections.me, apart), "1", timeout=20.0)
+        mean = all_reduce_mean(
+            connections, members, [0.25] * 4, flat, number=1, timeout=20.0, apart=apart
+        )
+        connections.flush(20.0)
+        return {other.worker.pipeline for other in connections._by_peer}, flat, mean
+
+    found = run_stages(4, work, tmp_path)
+    assert [peers for peers, _, _ in found] == [{1, 3}, {0, 2, 3}, {1, 3}, {0, 1, 2}]
+    assert all(torch.equal(mean, found[0][2]) for _, _, mean in found)
+    torch.testing.assert_close(found[0][2], torch.stack([own for _, own, _ in found]).mean(0))

@@ -49,7 +49,7 @@ def die_at(point: str) -> None:
             module.weighted_sum = lambda *a: die() if third() else weighted_sum(*a)
     elif point == "before Done":
         done = rounds.Done
-        rounds.Done = lambda *a: die() if third() else done(*a)
+        rounds.Done = lambda *a, **more: die() if third() else done(*a, **more)
     else:
         assert point == "after Done"
         from polyrhythm.run.coordinator.client import CoordinatorClient

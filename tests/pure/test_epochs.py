@@ -5,6 +5,7 @@ against that, and in the end that all who are left begin one more epoch together
 """
 
 import copy
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -26,6 +27,7 @@ from polyrhythm.sync.epochs import (
     JobEpochs,
     Lost,
     Tick,
+    Unreachable,
     Vote,
 )
 from tests.grids import num_examples
@@ -221,6 +223,23 @@ class RandomEvents(RuleBasedStateMachine):
             event = Depart(member, played.incarnation, "SIGTERM", without_commit, self.now)
             assert [type(command) for command in self.send(event)] == [End] * ends
 
+    @precondition(lambda self: self.epoch.number)
+    @rule(member=members, others=st.sets(members, max_size=2), silent=st.sets(members))
+    def cannot_reach(self, member: int, others: set[int], silent: set[int]) -> None:
+        """One end of each link is lost, and one of the two goes on."""
+        played, epoch = self.played[member], self.epoch
+        others = {m for m in others if self.played[m].is_present} - {member}
+        if played.is_present and others:
+            before, can_end = self.present(), not epoch.has_ended
+            number, peers = epoch.number, tuple(sorted(others))
+            self.send(Unreachable(member, played.incarnation, number, peers, self.now))
+            self.now += self.job.report_window
+            self.send(Tick(self.now, tuple(silent)))
+            left = set(self.present())
+            assert left, "all are lost"
+            assert bool(set(before) - left) == can_end
+            assert not can_end or member not in left or not others & left
+
     @rule(member=members)
     def finish(self, member: int) -> None:
         played = self.played[member]
@@ -339,6 +358,54 @@ def test_vote_that_ends_nothing_leaves_those_that_depart_in_the_epoch() -> None:
     assert job.step(Depart(1, 0, "SIGTERM")) == []
     job.step(Vote(0, 0, 1, 6, 2, may_end=False, now=9.0))
     assert job.step(Vote(1, 0, 1, 6, 2, may_end=False)) == [Committed(1, 6, False)]
+
+
+def test_epoch_without_commits_does_not_end_after_the_last_vote_of_a_fit() -> None:
+    job = job_of(0, 1)
+    assert job.step(Depart(1, 0, "SIGTERM", without_commit=True, now=5.0)) == []
+    job.step(Vote(0, 0, 1, 0, 2, may_end=False, now=5.1))
+    assert job.step(Vote(1, 0, 1, 0, 2, may_end=False)) == [Committed(1, 0, False)]
+    assert job.next_timer() == math.inf
+    (end,) = job.step(Depart(1, 0, "SIGTERM", without_commit=True, now=9.0))  # of the next fit
+    assert end == End(1, "process 1 on n1 leaves")
+
+
+def test_member_with_most_broken_links_is_lost() -> None:
+    job = job_of(0, 1, 2, 3)
+    assert job.step(Unreachable(0, 0, 1, (1,), now=5.0)) == []
+    assert job.step(Unreachable(2, 0, 1, (1,), now=5.5)) == []
+    assert job.step(Unreachable(1, 0, 1, (0, 2), now=5.9)) == []
+    fenced, end = job.step(Tick(job.next_timer()))
+    assert job.next_timer() == 6.0 + ANSWER_TIMEOUT
+    assert fenced == Fenced(1, 0, "it has no connection with process 0 on n0, process 2 on n2")
+    assert end.lost == (1,)
+
+
+def test_one_end_of_a_broken_link_is_lost() -> None:
+    job = job_of(0, 1, 2)
+    job.step(Unreachable(0, 0, 1, (2,), now=5.0))
+    job.step(Unreachable(2, 0, 1, (0, 2, 7), now=5.0))  # itself, and one that is not known
+    _, end = job.step(Tick(6.0))
+    assert end.lost == (2,)
+
+
+@pytest.mark.parametrize("dead", [(0,), (0, 2), (0, 2, 3)])
+def test_members_that_send_no_heartbeat_are_lost_instead_of_those_that_report_them(
+    dead: tuple[int, ...],
+) -> None:
+    """The machine that is left has most broken links, or as many as the other end."""
+    job = job_of(0, 1, 2, 3)
+    job.step(Unreachable(1, 0, 1, dead, now=7.0))
+    end = job.step(Tick(8.0, silent=dead))[-1]
+    assert isinstance(end, End)
+    assert sorted(end.lost) == list(dead)
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_broken_link_of_another_epoch_is_ignored(epoch: int) -> None:
+    job = job_of(0, 1)
+    assert job.step(Unreachable(0, 0, epoch, (1,), now=5.0)) == []
+    assert job.step(Tick(99.0)) == []
 
 
 def test_departing_member_leaves_after_the_next_commit() -> None:

@@ -6,9 +6,9 @@ the average itself (`polyrhythm bench average`); with one process group for all 
 worker would break all connections. A pair breaks alone, and a worker has at most one per peer.
 
 Both sides must name the same connection: by the two workers, their incarnations (a restarted worker
-has none of the old connections) and the group that first needed it; and when a group fails, all its
-members drop all connections among them. Before the first exchange of a buffer size, both compare
-it: gloo aborts a process that receives more than it expects.
+has none of the old connections) and the group that first needed it. A connection that one side
+drops is closed, which the other side notices when it uses it. Before the first exchange of a buffer
+size, both compare it: gloo aborts a process that receives more than it expects.
 
 When a connection breaks, gloo wakes a thread that waits for a message not yet started, but not one
 that waits for a message in transfer, in either direction. So an empty message, which is never in
@@ -21,7 +21,12 @@ First every member sends each owner its shard, and the owner sums them (`reduce_
 owner sends its mean to all (`post_all_gather`). That moves as many bytes as a ring, with two
 messages in sequence instead of 2(g-1). A buffer so small that the number of messages matters, not
 their size, has one owner, the first member. All members get the same bits, since each shard is
-summed by one member. The input buffer is not modified.
+summed by one member. The input buffer is not modified. Two members between which a link is broken
+own nothing: they exchange messages with the owners alone, so no message needs that link.
+
+A round that is aborted leaves the connections as they are. Messages in flight cannot be withdrawn,
+so each member posts the rest of its messages, empty, and receives for all that the others may have
+sent (`PeerConnections.cancel`); then nobody waits, and what does not arrive shows a broken link.
 
 Other work may run between reduce-scatter and all-gather. Then the buffer is split into buckets, and
 each member owns a shard of each: the first bucket uses all links and arrives first.
@@ -30,23 +35,29 @@ Half-precision numbers are summed in single precision and rounded once. Every pr
 is rounded separately, so that a mean does not depend on the bucket boundaries.
 """
 
+import atexit
+import contextlib
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from polyrhythm.cost.sync import SMALL
-from polyrhythm.errors import PeerError, PolicyError, peer_errors
+from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors, short_cause
 from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import (
     INTERFACES,
@@ -56,26 +67,24 @@ from polyrhythm.run.comm.process_groups import (
     split_message,
 )
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, DirectExchange
-from polyrhythm.run.comm.store import JobStore, Members, StoreBackend
 from polyrhythm.types import Bytes, Seconds, Worker
 
+Pair = tuple[Worker, Worker]
 ShardSlices = list[list[slice]]  # per bucket, the shard of each member
 
+_ABORTED, _SIZE_BYTES = "the group was aborted", 8
 _MIN_TIMEOUT: Seconds = 0.001  # for gloo, 0 means no limit
 _SUM_BLOCK = 2**17  # numbers
 # That a tag can distinguish; a tag is below 2**30.
 _NUM_GROUPS, _NUM_BUCKETS = 2**12, 2**16 // NUM_SOCKETS
-_HANDSHAKE_TIMEOUT: Seconds = 20.0  # of two peers that are both present
-_PAIR = Members((0, 1))  # of a connection
-_CONNECTING, _DECISION = "connecting", "over how many sockets both connect"
-_PAIR_KEYS = (  # all that connecting leaves in the store: gloo's addresses, and the rendezvous
-    f"{_PAIR.epoch}/{_DECISION}",
-    *(f"{device}/{rank}" for device in range(NUM_SOCKETS) for rank in _PAIR.ranks),
-    *(
-        f"{_PAIR.epoch}/{_CONNECTING}/{rank}{suffix}"
-        for rank in _PAIR.ranks
-        for suffix in ("", "/heartbeats")
-    ),
+# For messages of an aborted round to leave the connections of healthy peers.
+DRAIN_TIMEOUT: Seconds = 0.5
+_HANDSHAKE_TIMEOUT: Seconds = 5.0  # of two peers that are both present, for each socket
+_POLL: Seconds = 0.001  # of a peer's keys, initially; doubled up to _LONGEST_POLL
+_LONGEST_POLL: Seconds = 0.02
+_SOCKETS = "sockets"  # key for how many a peer can use; the others are the numbers of sockets
+_PAIR_KEYS = tuple(  # all that connecting leaves in the store
+    f"{what}/{rank}" for what in (_SOCKETS, *range(NUM_SOCKETS)) for rank in range(2)
 )
 
 
@@ -86,13 +95,15 @@ class Peer(NamedTuple):
     incarnation: int
 
 
-class Message(NamedTuple):
+@dataclass(slots=True)
+class Message:
     """A send or receive in flight, in parts: see `split_message`."""
 
-    contents: list[dist.Work]
-    ends: list[dist.Work]  # of each part, the empty message that follows
+    contents: list[dist.Work] = field(default_factory=list)
+    ends: list[dist.Work] = field(default_factory=list)  # the empty messages that follow the parts
 
     def wait(self, timeout: timedelta) -> None:
+        """Wait for what is still in flight."""
         _wait_for(self.ends, timeout)
         self.wait_for_contents(timeout)  # complete: messages keep their order
 
@@ -100,22 +111,106 @@ class Message(NamedTuple):
         _wait_for(self.contents, timeout)
 
 
-def _wait_for(works: Sequence[dist.Work], timeout: timedelta) -> None:
+def _wait_for(works: list[dist.Work], timeout: timedelta) -> None:
+    """Wait for works in flight, and forget them: a second wait for one would not end."""
     deadline = time.monotonic() + timeout.total_seconds()
-    for work in works:
+    while works:
         left = max(deadline - time.monotonic(), _MIN_TIMEOUT)
-        work.wait(timedelta(seconds=left))
+        works[0].wait(timedelta(seconds=left))
+        del works[0]
 
 
-class _PeerConnection(NamedTuple):
+class RoundShape(NamedTuple):
+    """What determines all messages of one round, equal in its members."""
+
+    members: Sequence[Peer]
+    shards: "ShardSlices"
+    element_bytes: Bytes
+    number: int
+    gathers: bool  # the all-gather belongs to the round
+
+    def messages(self, sender: Peer, receiver: Peer) -> dict[int, Bytes]:
+        """Return the sizes of the messages between two members by tag, without that of SIZE."""
+        indices = self.members.index(sender), self.members.index(receiver)
+        owners = {MessageKind.REDUCE_SCATTER: indices[1]}  # of the shard that is sent
+        if self.gathers:
+            owners[MessageKind.ALL_GATHER] = indices[0]
+        return {
+            tag(kind, self.number, bucket): (part.stop - part.start) * self.element_bytes
+            for kind, owner in owners.items()
+            for bucket, shards in enumerate(self.shards)
+            if (part := shards[owner]).stop > part.start
+        }
+
+    @property
+    def size(self) -> Bytes:
+        """Size of the buffer."""
+        return self.shards[-1][-1].stop * self.element_bytes
+
+
+@dataclass(slots=True)
+class _PeerConnection:
     group: dist.ProcessGroup
-    sizes: set[Bytes]  # that both have compared
-    posted: list[Message]  # that the peer may not have received yet
     num_sockets: int
+    sizes: set[Bytes] = field(default_factory=set)  # that both have compared
+    posted: list[Message] = field(default_factory=list)  # that the peer may not have received yet
+    # Of the current round: what this worker receives, and the sizes of what is not posted, by tag.
+    received: list[Message] = field(default_factory=list)
+    unsent: dict[int, Bytes] = field(default_factory=dict)
+    unreceived: dict[int, Bytes] = field(default_factory=dict)
+    is_closed: bool = False  # by this worker
+    has_failed: bool = False
+
+    def send(self, tensor: Tensor, tag: int, message: Message) -> None:
+        """Post a message; of a `meta` tensor empty ones, which fit in any receive."""
+        to, empty = 1 - self.group.rank(), torch.empty(0, dtype=torch.uint8)
+        for part, own_tag in split_message(tensor, tag, self.num_sockets):
+            contents = empty if part.is_meta else part
+            message.contents.append(self.group.send([contents], to, own_tag))
+            message.ends.append(self.group.send([empty], to, own_tag))
+
+    def receive(self, tensor: Tensor, tag: int, message: Message) -> None:
+        sender, empty = 1 - self.group.rank(), torch.empty(0, dtype=torch.uint8)
+        for part, own_tag in split_message(tensor, tag, self.num_sockets):
+            message.contents.append(self.group.recv([part], sender, own_tag))
+            message.ends.append(self.group.recv([empty], sender, own_tag))
+
+    def cancel(self) -> None:
+        """Post the rest of the round: empty messages, and receives whose contents are dropped.
+
+        The peer waits for the former, and may have sent what the latter receive.
+        """
+        try:
+            for tag, size in self.unsent.items():
+                self.posted.append(Message())
+                self.send(torch.empty(size, dtype=torch.uint8, device="meta"), tag, self.posted[-1])
+            for tag, size in self.unreceived.items():
+                self.received.append(Message())
+                self.receive(torch.empty(size, dtype=torch.uint8), tag, self.received[-1])
+        except RuntimeError:
+            self.has_failed = True  # the peer has closed it
+        self.unsent, self.unreceived = {}, {}
+
+    def drain(self, deadline: Seconds) -> bool:
+        """Wait until all messages of the round have arrived; return whether they have."""
+        try:
+            for message in (*self.received, *self.posted):
+                message.wait(timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT)))
+        except RuntimeError:
+            self.has_failed = True
+        self.sizes.clear()  # the peer may not have compared the last one
+        return not self.has_failed
+
+    def end_round(self) -> None:
+        self.posted.clear()
+        self.received.clear()
 
 
 class PeerConnections:
-    """The connections of one worker; used by one thread, but any may call `abort` and `post`."""
+    """The connections of one worker; used by one thread.
+
+    Any may call `abort`, `cancel` and `post`.
+    """
 
     def __init__(self, store: Store, me: Peer, *, num_sockets: int = 1) -> None:
         """`store`: a connection for this object alone; a wait for a key blocks all its users.
@@ -125,6 +220,11 @@ class PeerConnections:
         self.store, self.me, self._num_sockets = store, me, num_sockets
         self._by_peer: dict[Peer, _PeerConnection] = {}
         self._old_keys: list[tuple[set[Worker], list[str]]] = []  # and who may still read them
+        self._lost: set[Worker] = set()  # whose connection has failed: see `pop_lost`
+        self._lock = threading.Lock()  # of the messages of a round
+        self._in_round: list[Peer] = []  # the others in the round, if it can be cancelled
+        self._is_cancelled, self._number = False, -1
+        self._waited_for: Peer | None = None  # by the thread that uses this object
 
     def connect(
         self,
@@ -136,20 +236,94 @@ class PeerConnections:
     ) -> None:
         """Make the missing connections; each peer does so under the same name.
 
-        All workers make pairs in one global order, which rules out a deadlock. Raises PeerError
-        after `timeout`, or once `should_stop` returns True.
+        All at once: the workers wait for the peers, and for their addresses, in the store, and each
+        handshake has a thread. Raises PeerError after `timeout`, when a peer that is present does
+        not shake hands, or once `should_stop` returns True; connections that are made stay.
         """
-        deadline = time.monotonic() + timeout
-        missing = [tuple(sorted((self.me, peer))) for peer in peers if peer not in self._by_peer]
-        for lower, upper in sorted(missing):
-            other = upper if lower == self.me else lower
-            pair_prefix = (
-                f"{lower.worker}.{lower.incarnation}+{upper.worker}.{upper.incarnation}/{name}"
-            )
-            if lower == self.me:
-                self.delete_later([other.worker], [f"{pair_prefix}/{key}" for key in _PAIR_KEYS])
-            group, num_sockets = self._make_group(other, pair_prefix, deadline, should_stop)
-            self._by_peer[other] = _PeerConnection(group, set(), [], num_sockets)
+        missing = sorted(peer for peer in peers if peer not in self._by_peer)
+        if not missing:
+            return
+        connecting = _Connecting(self.store, self.me, missing, name, should_stop)
+        for other in missing:
+            if self.me < other:
+                self.delete_later([other.worker], connecting.keys_of(other))
+        try:
+            connecting.run(self._num_sockets, timeout)
+        finally:
+            self._lost.update(peer.worker for peer in connecting.lost)
+            for peer, group in connecting.made.items():
+                num_sockets = len(group.options._devices)  # type: ignore[attr-defined]  # no stub
+                self._by_peer[peer] = _PeerConnection(group, num_sockets)
+
+    def begin(self, shape: RoundShape, others: Iterable[Peer]) -> None:
+        """Begin a round that `cancel` can end, with all peers that are connected."""
+        with self._lock:
+            self._in_round = [peer for peer in others if peer in self._by_peer]
+            self._is_cancelled, self._number = False, shape.number
+            for peer in self._in_round:
+                connection = self._by_peer[peer]
+                connection.unsent = shape.messages(self.me, peer)
+                connection.unreceived = shape.messages(peer, self.me)
+                if shape.size not in connection.sizes:
+                    size_tag = tag(MessageKind.SIZE, shape.number)
+                    connection.unsent[size_tag] = connection.unreceived[size_tag] = _SIZE_BYTES
+
+    def cancel(self) -> None:
+        """Cancel the round on both sides of each connection, which can be used again after `drain`.
+
+        All members of the group do this. Each posts all that it has not posted yet, so that nobody
+        waits for a member that has also cancelled the round; what arrives then is no average.
+        """
+        with self._lock:
+            if self._in_round and not self._is_cancelled:
+                self._is_cancelled = True
+                for peer in self._in_round:
+                    self._by_peer[peer].cancel()
+
+    def end_wait(self, number: int) -> None:
+        """Wake the thread that waits for a peer in this round, which was cancelled long ago."""
+        peer = self._waited_for
+        connection = None if peer is None else self._by_peer.get(peer)
+        if number == self._number and self._is_cancelled and connection is not None:
+            abort(connection.group)
+
+    def drain(self) -> None:
+        """Cancel the round; drop the connections that it has not left within DRAIN_TIMEOUT."""
+        self.cancel()
+        deadline = time.monotonic() + DRAIN_TIMEOUT
+        for peer in self._in_round:
+            connection = self._by_peer[peer]
+            if connection.drain(deadline):
+                connection.end_round()
+            else:
+                if not connection.is_closed:
+                    self._lost.add(peer.worker)
+                abort(connection.group)
+                del self._by_peer[peer]
+        self._in_round, self._is_cancelled = [], False
+
+    def pop_lost(self) -> tuple[Worker, ...]:
+        """Return the workers whose connections have failed, not by `abort`, since the last call."""
+        failed = {
+            peer.worker
+            for peer in self._in_round
+            if (pair := self._by_peer[peer]).has_failed and not pair.is_closed
+        }
+        lost, self._lost = tuple(sorted(self._lost | failed)), set()
+        return lost
+
+    def wait(self, peer: Peer, message: Message, deadline: Seconds) -> None:
+        """Wait for a message of a peer; raises PeerError."""
+        self._waited_for = peer
+        try:
+            message.wait(timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT)))
+        except RuntimeError:
+            self._by_peer[peer].has_failed = True
+            raise
+        finally:
+            self._waited_for = None
+        if self._is_cancelled:
+            raise RuntimeError(_ABORTED)
 
     def delete_later(self, readers: Iterable[Worker], keys: list[str]) -> None:
         """Delete keys of the store once each reader has committed a later group with this worker.
@@ -184,11 +358,17 @@ class PeerConnections:
         messages = [(peer, self.receive(peer, peer_sizes[peer], tag=tag)) for peer in unchecked]
         for peer in unchecked:
             self.post(peer, own_size, tag=tag)
+        deadline = time.monotonic() + timeout
         for peer, message in messages:
             with peer_errors(peer.worker, "comparing sizes"):
-                message.wait(timedelta(seconds=timeout))
+                self.wait(peer, message, deadline)
         for peer in unchecked:
-            if (other := int(peer_sizes[peer])) != size:
+            other = int(peer_sizes[peer])
+            if other == 0:  # as `cancel` sends no number
+                waited, cause = timeout - (deadline - time.monotonic()), "it has aborted the group"
+                action = "comparing sizes"
+                raise PeerError(str(peer.worker), action=action, waited=waited, cause=cause)
+            if other != size:
                 raise PolicyError(
                     f"{self.me.worker} has {size:,} bytes to average, {peer.worker} has {other:,}",
                     expected="the same tensors in both",
@@ -199,12 +379,17 @@ class PeerConnections:
 
     def post(self, peer: Peer, tensor: Tensor, *, tag: int) -> None:
         """Send `tensor`, and hold it until `release` or until the connection is dropped."""
-        self._by_peer[peer].posted.append(self.send(peer, tensor, tag=tag))
+        message = Message()
+        with self._lock:
+            self._by_peer[peer].posted.append(message)
+            self._send(peer, tensor, tag, message)
 
     def release(self) -> None:
         """Free the posted tensors; call once the receivers are known to have them."""
-        for connection in self._by_peer.values():
-            connection.posted.clear()
+        with self._lock:
+            self._in_round = []
+            for connection in self._by_peer.values():
+                connection.end_round()
 
     def flush(self, timeout: Seconds) -> None:
         """Wait until all posted tensors are sent; for use without acknowledgements."""
@@ -216,35 +401,48 @@ class PeerConnections:
 
     def send(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
         """Send `tensor`; hold the returned message, since dropping it blocks the pair for good."""
-        connection, message = self._by_peer[peer], Message([], [])
-        group, to = connection.group, 1 - connection.group.rank()
-        try:
-            with peer_errors(peer.worker, "sending"):  # fails at once if the connection has closed
-                for part, own_tag in split_message(tensor, tag, connection.num_sockets):
-                    message.contents.append(group.send([part], to, own_tag))
-                    message.ends.append(group.send([part.new_empty(0)], to, own_tag))
-        except PeerError:
-            connection.posted.append(message)  # another part may be on its way
-            raise
+        message = Message()
+        with self._lock:
+            try:
+                self._send(peer, tensor, tag, message)
+            except PeerError:
+                self._by_peer[peer].posted.append(message)  # a part may be on its way
+                raise
         return message
 
+    def _send(self, peer: Peer, tensor: Tensor, tag: int, message: Message) -> None:
+        with peer_errors(peer.worker, "sending"):  # fails at once if the connection has closed
+            if self._is_cancelled:
+                raise RuntimeError(_ABORTED)
+            connection = self._by_peer[peer]
+            connection.unsent.pop(tag, None)
+            try:
+                connection.send(tensor, tag, message)
+            except RuntimeError:
+                connection.has_failed = True
+                raise
+
     def receive(self, peer: Peer, tensor: Tensor, *, tag: int) -> Message:
-        connection, message = self._by_peer[peer], Message([], [])
-        group, sender = connection.group, 1 - connection.group.rank()
-        try:
-            with peer_errors(peer.worker, "receiving"):
-                for part, own_tag in split_message(tensor, tag, connection.num_sockets):
-                    message.contents.append(group.recv([part], sender, own_tag))
-                    message.ends.append(group.recv([part.new_empty(0)], sender, own_tag))
-        except PeerError:
-            connection.posted.append(message)
-            raise
+        message = Message()
+        with self._lock, peer_errors(peer.worker, "receiving"):
+            if self._is_cancelled:
+                raise RuntimeError(_ABORTED)
+            connection = self._by_peer[peer]
+            if connection.unreceived.pop(tag, None) is not None:
+                connection.received.append(message)
+            try:
+                connection.receive(tensor, tag, message)
+            except RuntimeError:
+                connection.has_failed = True
+                connection.posted.append(message)  # another part may be on its way
+                raise
         return message
 
     def abort(self, peers: Sequence[Peer]) -> None:
         """Wake all threads that wait for these peers, on both sides; `drop` them afterwards."""
         for connection in [self._by_peer.get(peer) for peer in peers]:
             if connection is not None:
+                connection.is_closed = True
                 abort(connection.group)
 
     def abort_all(self) -> None:
@@ -260,69 +458,195 @@ class PeerConnections:
     def close(self) -> None:
         self._by_peer.clear()
 
-    def _make_group(
-        self, other: Peer, pair_prefix: str, deadline: Seconds, should_stop: Callable[[], bool]
-    ) -> tuple[dist.ProcessGroup, int]:
-        """Return a group of the two, and its number of sockets."""
-        store, rank = PrefixStore(pair_prefix, self.store), int(other < self.me)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._threads = 1  # they run collectives, which a pair does not use
-        options._timeout = timedelta(seconds=_HANDSHAKE_TIMEOUT)
-        with peer_errors(other.worker, "connecting"):  # the store may be gone as well
-            num_sockets = self._rendezvous(store, rank, other, deadline, should_stop)
-            interfaces = os.environ.get(INTERFACES, "")
-            options._devices = [_device(interfaces, number) for number in range(num_sockets)]
-            made: Any = dist.ProcessGroupGloo(store, rank, 2, options)
-            current_epoch().add(made)
-            return made, num_sockets
 
-    def _rendezvous(
+class _Connecting:
+    """One call of `connect`: the rendezvous with all missing peers, then a handshake with each.
+
+    Gloo would wait for a peer that has stopped or died, and that wait cannot be ended. So nobody
+    calls it before all peers are present, and it waits in a thread, which is left alone if it takes
+    too long: it ends by itself after the timeout of a handshake.
+    """
+
+    def __init__(
         self,
         store: Store,
-        rank: int,
-        other: Peer,
-        deadline: Seconds,
+        me: Peer,
+        peers: list[Peer],
+        name: str,
         should_stop: Callable[[], bool],
-    ) -> int:
-        """Wait until both peers are present, and agree: either both connect now, or neither.
+    ) -> None:
+        self._store, self._me, self._peers = store, me, peers
+        self._name, self._should_stop = name, should_stop
+        self._start = time.monotonic()
+        self.made: dict[Peer, dist.ProcessGroup] = {}
+        self.lost: list[Peer] = []  # present, but without a handshake
 
-        Returns the number of sockets. Gloo would wait for a peer that has stopped or died, and that
-        wait cannot be aborted.
-        """
-        names, start = sorted([self.me, other]), time.monotonic()
+    def keys_of(self, other: Peer) -> list[str]:
+        """Return all keys that the connection to a peer leaves in the store."""
+        return [f"{self._prefix(other)}/{key}" for key in _PAIR_KEYS]
 
-        def check() -> None:
-            if should_stop():
-                raise self._lost_error(other, start, "the group was aborted")
-
-        pair = JobStore(
-            cast("StoreBackend", store),
-            rank,
-            timeout=deadline - start,
-            name_of=lambda index: str(names[index].worker),
-            check=check,
-        )
-        error: PeerError | None = None
-        agreed = 0  # sockets
+    def run(self, num_sockets: int, timeout: Seconds) -> None:
+        """Make the groups; raises PeerError if one is missing."""
+        deadline = self._start + timeout
         try:
-            found = pair.all_gather_object(_CONNECTING, self._num_sockets, _PAIR, as_type=int)
-            agreed = min(found)
-        except PeerError as lost:
-            error = lost
-        agreed = pair.set_once(_DECISION, agreed, _PAIR)
-        if not agreed:
-            raise error or self._lost_error(other, start, "it has aborted the group")
-        return agreed
+            with peer_errors("the store", "connecting"):
+                own = dict.fromkeys(self._peers, str(num_sockets).encode())
+                found = self._exchange(own, _SOCKETS, deadline)
+                nums = {peer: min(num_sockets, int(found[peer])) for peer in self._peers}
+                started = {
+                    peer: _Handshake(self._store_rank(peer), num) for peer, num in nums.items()
+                }
+                for socket in range(max(nums.values())):
+                    own = {
+                        p: self._address(p, started[p], socket) for p in nums if nums[p] > socket
+                    }
+                    for peer, address in self._exchange(own, socket, deadline).items():
+                        started[peer].set_peer_address(socket, address)
+        except (PeerError, LaunchError):
+            self._give_up()
+            raise
+        self._wait_for(started)
 
-    def _lost_error(self, other: Peer, start: Seconds, cause: str) -> PeerError:
-        waited = time.monotonic() - start
-        return PeerError(str(other.worker), action="connecting", waited=waited, cause=cause)
+    def _address(self, peer: Peer, handshake: "_Handshake", socket: int) -> bytes:
+        try:
+            with peer_errors(peer.worker, "connecting"):
+                return handshake.address(socket)
+        except PeerError:
+            self.lost.append(peer)
+            raise
+
+    def _store_rank(self, other: Peer) -> int:
+        return int(other < self._me)
+
+    def _prefix(self, other: Peer) -> str:
+        lower, upper = sorted((self._me, other))
+        return f"{lower.worker}.{lower.incarnation}+{upper.worker}.{upper.incarnation}/{self._name}"
+
+    def _exchange(
+        self, own: dict[Peer, bytes], what: object, deadline: Seconds
+    ) -> dict[Peer, bytes]:
+        """Publish a value for each peer, and return theirs."""
+        self._set({f"{self._prefix(p)}/{what}/{self._store_rank(p)}": v for p, v in own.items()})
+        keys = {peer: f"{self._prefix(peer)}/{what}/{1 - self._store_rank(peer)}" for peer in own}
+        pause, epoch = _POLL, current_epoch()
+        while not self._store.check(list(keys.values())):
+            epoch.check()
+            if self._should_stop():
+                raise self._error(self._peers, _ABORTED)
+            if time.monotonic() > deadline:
+                absent = [peer for peer, key in keys.items() if not self._store.check([key])]
+                raise self._error(absent, "no answer")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL)
+        found = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
+        if gone := [peer for peer, value in found.items() if not value]:
+            raise self._error(gone, "it has aborted the group")
+        return found
+
+    def _give_up(self) -> None:
+        """Tell the peers that wait for this worker that it has aborted the group."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self._set(
+                {
+                    f"{self._prefix(peer)}/{what}/{self._store_rank(peer)}": b""
+                    for peer in self._peers
+                    for what in (_SOCKETS, *range(NUM_SOCKETS))
+                }
+            )
+
+    def _set(self, values: dict[str, bytes]) -> None:
+        store: Any = self._store  # its stub lacks multi_set, and says text for bytes
+        store.multi_set(list(values), list(values.values()))
+
+    def _wait_for(self, started: dict[Peer, "_Handshake"]) -> None:
+        """Wait for all handshakes; those of healthy peers end soon, also in an aborted group."""
+        error: PeerError | None = None
+        deadline, is_stopping = time.monotonic() + _HANDSHAKE_TIMEOUT, False
+        for peer, handshake in started.items():
+            while not handshake.is_over() and time.monotonic() < deadline:
+                if not is_stopping and self._should_stop():
+                    is_stopping = True
+                    deadline = min(deadline, time.monotonic() + DRAIN_TIMEOUT)
+            try:
+                with peer_errors(peer.worker, "connecting"):
+                    self.made[peer] = handshake.result()
+            except PeerError as lost:
+                self.lost.append(peer)
+                error = error or lost
+        if error is not None:
+            raise self._error(self.lost, error.cause)
+
+    def _error(self, peers: Sequence[Peer], cause: str) -> PeerError:
+        waited = time.monotonic() - self._start
+        names = ", ".join(str(peer.worker) for peer in peers)
+        return PeerError(names, action="connecting", waited=waited, cause=cause)
+
+
+_handshakes: WeakSet[Future[dist.ProcessGroup]] = WeakSet()  # of this process
+
+
+@atexit.register
+def _wait_for_handshakes() -> None:
+    """Wait for threads that were left alone: one that ends during the exit would abort it."""
+    wait(list(_handshakes), _HANDSHAKE_TIMEOUT + DRAIN_TIMEOUT)
+
+
+class _Handshake:
+    """The connection to one peer, made in a thread: gloo's wait for it cannot be ended."""
+
+    def __init__(self, rank: int, num_sockets: int) -> None:
+        self._rank, self._store = rank, cast(Any, dist).HashStore()  # not in torch's stubs
+        self._store.set_timeout(timedelta(seconds=_HANDSHAKE_TIMEOUT))
+        self._num_sockets, self._made = num_sockets, Future[dist.ProcessGroup]()
+        _handshakes.add(self._made)
+        threading.Thread(target=self._run, name="handshake", daemon=True).start()
+
+    def address(self, socket: int) -> bytes:
+        """Wait until gloo has an address for a peer's socket: after those before are connected."""
+        address: bytes = self._store.get(f"{socket}/{self._rank}")
+        if not address:  # it has failed
+            self._made.result()
+        return address
+
+    def set_peer_address(self, socket: int, address: bytes) -> None:
+        self._store.set(f"{socket}/{1 - self._rank}", address)
+
+    def is_over(self) -> bool:
+        """Wait a moment; return whether the handshake is over, successful or not."""
+        return bool(wait([self._made], _LONGEST_POLL).done)
+
+    def result(self) -> dist.ProcessGroup:
+        if not self._made.done():
+            raise RuntimeError("it does not answer")
+        return self._made.result()
+
+    def _run(self) -> None:
+        try:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._threads = 1  # they run collectives, which a pair does not use
+            options._timeout = timedelta(seconds=_HANDSHAKE_TIMEOUT)
+            interfaces = os.environ.get(INTERFACES, "")
+            options._devices = [_device(interfaces, number) for number in range(self._num_sockets)]
+            made: Any = dist.ProcessGroupGloo(self._store, self._rank, 2, options)
+            current_epoch().add(made)
+            self._made.set_result(made)
+        except Exception as error:
+            self._made.set_exception(error)
+            for number in range(self._num_sockets):  # wakes `address`
+                self._store.set(f"{number}/{self._rank}", b"")
 
 
 @cache
 def _device(interfaces: str, number: int) -> dist.ProcessGroupGloo.Device:
-    """Return the device with this number, which all pairs share."""
-    return gloo_device(interfaces, number)
+    """Return the device with this number, which all pairs share. Raises LaunchError."""
+    try:
+        return gloo_device(interfaces, number)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"{INTERFACES}={interfaces!r}: {short_cause(error)}",
+            expected="network interfaces of this machine, with commas between them",
+            fix="set it to one with an address; `ip address` lists them",
+        ) from None
 
 
 class MessageKind(IntEnum):
@@ -341,15 +665,21 @@ def tag(kind: MessageKind, number: int, bucket: int = 0) -> int:
 
 
 def shard_slices(
-    num: int, size: int, element_bytes: Bytes, bucket: Bytes | None = None
+    num: int,
+    size: int,
+    element_bytes: Bytes,
+    bucket: Bytes | None = None,
+    owners: Sequence[int] | None = None,
 ) -> ShardSlices:
     """Split `num` numbers into buckets of `bucket` bytes (None: one), each into `size` shards.
+
+    Those of members that are not among `owners` are empty.
 
     The first bucket is the remainder: training waits for it, so it is the smallest.
     """
     bucket_size = max(num if bucket is None else bucket // element_bytes, 1)
     stops = sorted(range(num, 0, -bucket_size))
-    return [shard_bucket(*bounds, size, element_bytes) for bounds in pairwise([0, *stops])]
+    return [shard_bucket(*pair, size, element_bytes, owners) for pair in pairwise([0, *stops])]
 
 
 def all_reduce_mean(
@@ -360,15 +690,17 @@ def all_reduce_mean(
     *,
     number: int,  # of the group
     timeout: Seconds,
+    apart: Collection[Pair] = (),  # members between which nothing is sent
 ) -> Tensor:
     """Return the weighted mean of the members' `flat`; raises PeerError if a member is lost.
 
     Two members whose buffers differ in size both raise PolicyError. Sends may still be in flight:
     the connections hold their tensors until `PeerConnections.release`.
     """
-    shards = shard_slices(flat.numel(), len(members), flat.element_size())
+    owning = owners(members, apart)
+    shards = shard_slices(flat.numel(), len(members), flat.element_size(), owners=owning)
     result = reduce_scatter(
-        connections, members, weights, flat, shards, number=number, timeout=timeout
+        connections, members, weights, flat, shards, number=number, timeout=timeout, apart=apart
     )
     messages = PostedMessages(connections)
     post_all_gather(messages, members, result, shards, number=number)
@@ -385,10 +717,14 @@ def reduce_scatter(
     *,
     number: int,
     timeout: Seconds,
+    apart: Collection[Pair] = (),
 ) -> Tensor:
     """Return a buffer with the mean in this member's shards, uninitialised elsewhere."""
     index = members.index(connections.me)
-    exchange, others = DirectExchange(members, index), [*members[:index], *members[index + 1 :]]
+    exchange, others = (
+        DirectExchange(members, index),
+        direct_peers(members, connections.me, apart),
+    )
     size_tag = tag(MessageKind.SIZE, number)
     connections.check_sizes(others, flat.nbytes, tag=size_tag, timeout=timeout)
     in_flight: deque[tuple[slice, list[Tensor], PostedMessages]] = deque()
@@ -453,9 +789,8 @@ class PostedMessages:
         """Yield the number of each received shard; raises PeerError if a peer is lost."""
         while self._received:
             peer, message, shard = self._received.popleft()
-            left = max(deadline - time.monotonic(), _MIN_TIMEOUT)
             with peer_errors(peer.worker, "averaging"):
-                message.wait(timedelta(seconds=left))
+                self._connections.wait(peer, message, deadline)
             yield shard
 
     def iter_completed(self) -> Iterator[int]:
@@ -469,14 +804,31 @@ class PostedMessages:
             yield shard
 
 
-def shard_bucket(start: int, stop: int, size: int, element_bytes: Bytes) -> list[slice]:
-    """Return the shard of each member; the first member owns all of a small bucket."""
-    num = stop - start
+def shard_bucket(
+    start: int, stop: int, size: int, element_bytes: Bytes, owners: Sequence[int] | None = None
+) -> list[slice]:
+    """Return the shard of each member; the first owner owns all of a small bucket."""
+    num, owning = stop - start, range(size) if owners is None else owners
     if num * element_bytes <= SMALL:
-        bounds = [start, *[stop] * size]
-    else:
-        bounds = [start + num * i // size for i in range(size + 1)]
-    return [slice(first, end) for first, end in pairwise(bounds)]
+        owning = owning[:1]
+    ends = [start + num * sum(i < end for i in owning) // len(owning) for end in range(size + 1)]
+    return [slice(first, end) for first, end in pairwise(ends)]
+
+
+def direct_peers(members: Sequence[Peer], me: Peer, apart: Collection[Pair]) -> list[Peer]:
+    """Return the members that this one exchanges messages with."""
+    without = {worker for pair in apart if me.worker in pair for worker in pair} | {me.worker}
+    return [peer for peer in members if peer.worker not in without]
+
+
+def owners(members: Sequence[Peer], apart: Collection[Pair]) -> list[int] | None:
+    """Return the indices of the members that own a shard, those without a broken link.
+
+    Others exchange messages with owners alone. None: all own a shard.
+    """
+    without = {worker for pair in apart for worker in pair}
+    owning = [i for i, peer in enumerate(members) if peer.worker not in without]
+    return owning if apart else None
 
 
 def weighted_sum(rows: Sequence[Tensor], weights: Sequence[float], into: Tensor) -> None:

@@ -7,7 +7,6 @@ the address of the coordinator, and on the first error. Tensors go over connecti
 import contextlib
 import logging
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,7 +24,7 @@ from polyrhythm.errors import LaunchError, PeerError, PolicyError, UserError, pe
 from polyrhythm.run.averaging.buffers import FlatBuffer
 from polyrhythm.run.averaging.exchange import Peer, PeerConnections
 from polyrhythm.run.comm.epoch import current_epoch
-from polyrhythm.run.comm.launch import worker_keys
+from polyrhythm.run.comm.launch import own_address, worker_keys
 from polyrhythm.run.comm.process_groups import fingerprint
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, ClientKeys, ServerKeys
@@ -37,7 +36,6 @@ from polyrhythm.types import Seconds, Worker
 _FAILURE = "the first error"
 _EPOCH = 0  # all workers are present from the start
 _STARTUP_FACTOR = 1.1  # times the timeout: by then every waiting worker has timed out
-_ANY_PORT = 9
 
 _logger = logging.getLogger(__name__)
 
@@ -287,15 +285,8 @@ def _own_address() -> str:
     store = _get_default_store()
     if isinstance(store, PrefixStore):
         store = store._underlying_non_prefix_store  # type: ignore[attr-defined]
-    for name in (getattr(store, "host", ""), socket.gethostname()):
-        try:
-            with socket.socket(type=socket.SOCK_DGRAM) as probe:
-                probe.connect((name, getattr(store, "port", _ANY_PORT)))  # sends nothing
-                address: str = probe.getsockname()[0]
-        except OSError:
-            continue
-        if name:
-            return address
+    if (address := own_address(getattr(store, "host", ""))) is not None:
+        return address
     raise LaunchError(
         "no address of this machine that other workers can reach",
         expected="a store of torch.distributed with an address, or a host name that resolves",

@@ -39,13 +39,24 @@ from torch import Tensor
 from polyrhythm.errors import PeerError, PolicyError
 from polyrhythm.events import WORKERS
 from polyrhythm.run.averaging.buffers import ReplicaState, check_finite
-from polyrhythm.run.averaging.exchange import Peer, PeerConnections, all_reduce_mean
+from polyrhythm.run.averaging.exchange import (
+    DRAIN_TIMEOUT,
+    Peer,
+    PeerConnections,
+    RoundShape,
+    all_reduce_mean,
+    direct_peers,
+    owners,
+    shard_slices,
+)
 from polyrhythm.run.averaging.rendezvous import Rendezvous
 from polyrhythm.run.averaging.split_all_reduce import (
     BucketedAllReduce,
     FillingBuffer,
     SplitAllReduce,
     StreamingBuffer,
+    bucket_shards,
+    split_shards,
 )
 from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import step_timeout
@@ -230,9 +241,13 @@ class Averager:
                 self._aborted.add(command.gid)
                 running = self._running
                 self._wake()
-            # Abort before queueing the command: no later group uses these connections yet.
+            # Cancel before queueing the command: no later group uses these connections yet.
             if running is not None and running[0] == command.gid:
-                self._connections.abort(running[1])
+                self._connections.cancel()
+                end_wait = self._connections.end_wait
+                timer = threading.Timer(DRAIN_TIMEOUT, end_wait, [command.gid])
+                timer.daemon = True
+                timer.start()
         self._commands.put(command)
 
     def fail(self, error: Exception) -> None:
@@ -307,22 +322,64 @@ class Averager:
 
     def _average(self, assign: Assign) -> None:
         members = [Peer(*peer) for peer in zip(assign.members, assign.incarnations, strict=True)]
-        others = [peer for peer in members if peer != self._connections.me]
+        others = direct_peers(members, self._connections.me, assign.apart)
         with self._changed:
             self._changed.wait_for(lambda: self._can_start(assign.gid))
-            if self._error or assign.gid in self._aborted:
+            if self._error:
                 return
             published, filling = self._value, self._filling
-            assert published is not None, "training publishes before it sends Ready"
-            self._running = assign.gid, others
+            is_aborted = assign.gid in self._aborted
+            self._running = None if is_aborted else (assign.gid, others)
+        if is_aborted:
+            self._leave(assign, members, others, published, filling)
+            return
+        assert published is not None, "training publishes before it sends Ready"
         exchange = self._exchange(assign, members, others, published, filling)
         with self._changed:
             self._running, self._pending_exchange = None, exchange
             self._changed.notify_all()
-        if exchange is None:
-            self._connections.drop(peer.worker for peer in others)
         worker, incarnation = self._connections.me
-        self._send(Done(worker, assign.gid, exchange is not None, incarnation))
+        lost = self._connections.pop_lost()
+        self._send(Done(worker, assign.gid, exchange is not None, incarnation, lost=lost))
+        if exchange is None:
+            self._connections.drain()
+            if more := self._connections.pop_lost():
+                self._send(Done(worker, assign.gid, ok=False, incarnation=incarnation, lost=more))
+
+    def _leave(
+        self,
+        assign: Assign,
+        members: list[Peer],
+        others: list[Peer],
+        published: Tensor | None,
+        filling: FillingBuffer | None,
+    ) -> None:
+        """Answer the members of a group that was aborted before this worker could start."""
+        if published is None:  # the sizes of messages are unknown
+            self._connections.abort(others)
+            self._connections.drop(peer.worker for peer in others)
+            return
+        self._connections.begin(self._shape(assign, members, published, filling), others)
+        self._connections.drain()
+        self._connections.pop_lost()  # the others may have stopped to wait for this worker
+
+    def _shape(
+        self,
+        assign: Assign,
+        members: list[Peer],
+        published: Tensor,
+        filling: FillingBuffer | None,
+    ) -> RoundShape:
+        """Return what all messages of the group follow from."""
+        is_split, element_bytes = filling is None and not self._is_unsplit, published.element_size()
+        if filling is not None:
+            shards = bucket_shards(filling.memory, members, assign.apart)
+        elif is_split:
+            shards = split_shards(published, members, assign.apart)
+        else:
+            owning = owners(members, assign.apart)
+            shards = shard_slices(published.numel(), len(members), element_bytes, owners=owning)
+        return RoundShape(members, shards, element_bytes, assign.gid, gathers=not is_split)
 
     def _can_start(self, gid: int) -> bool:
         is_ready = self._published is not None
@@ -338,10 +395,7 @@ class Averager:
         published: Tensor,
         filling: FillingBuffer | None,
     ) -> _Exchange | None:
-        """Run the all-reduce or its reduce-scatter; None if a peer was lost.
-
-        The scheduler finds out which peer.
-        """
+        """Run the all-reduce or its reduce-scatter; None if a peer was lost."""
 
         def should_stop() -> bool:
             return assign.gid in self._aborted or self._error is not None
@@ -350,10 +404,14 @@ class Averager:
         weights = [1 / len(members)] * len(members)
         split: SplitAllReduce | None = None
         try:
-            self._connections.connect(
-                others, str(gid), timeout=_EXCHANGE_TIMEOUT, should_stop=should_stop
-            )
-            if should_stop():  # set while the last connection was made, which cannot be aborted
+            try:
+                self._connections.connect(
+                    others, str(gid), timeout=_EXCHANGE_TIMEOUT, should_stop=should_stop
+                )
+            finally:
+                shape = self._shape(assign, members, published, filling)
+                self._connections.begin(shape, others)
+            if should_stop():  # set before the round began
                 return None
             duration: Seconds | None = None
             if filling is not None:
@@ -364,6 +422,7 @@ class Averager:
                     number=gid,
                     timeout=_EXCHANGE_TIMEOUT,
                     should_stop=should_stop,
+                    apart=assign.apart,
                 )
                 mean = bucketed.run(weights)
                 duration = bucketed.duration
@@ -375,9 +434,12 @@ class Averager:
                     published,
                     number=gid,
                     timeout=_EXCHANGE_TIMEOUT,
+                    apart=assign.apart,
                 )
             else:
-                split = SplitAllReduce(self._connections, members, published, number=gid)
+                split = SplitAllReduce(
+                    self._connections, members, published, number=gid, apart=assign.apart
+                )
                 mean = split.reduce_scatter(weights, timeout=_EXCHANGE_TIMEOUT)
             if duration is None:
                 duration = time.perf_counter() - start
@@ -428,9 +490,12 @@ class Averager:
     def _abort(self, abort: Abort) -> None:
         with self._changed:
             self._aborted.discard(abort.gid)
-            self._pending_exchange = None
-        others = [worker for worker in abort.members if worker != self._connections.me.worker]
-        self._connections.drop(others)
+            has_exchanged, self._pending_exchange = self._pending_exchange is not None, None
+        if has_exchanged:
+            self._connections.drain()
+            if lost := self._connections.pop_lost():
+                worker, incarnation = self._connections.me
+                self._send(Done(worker, abort.gid, ok=False, incarnation=incarnation, lost=lost))
 
     def _end_step(self, clock: int) -> None:
         """End the step with this clock; -1, for a passive member, ends none."""

@@ -18,7 +18,7 @@ late for the agreement, or the only survivor, keeps its own numbers for the miss
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +28,13 @@ from polyrhythm.cost.sync import BUCKET
 from polyrhythm.errors import PeerError, peer_errors
 from polyrhythm.run.averaging.exchange import (
     MessageKind,
+    Pair,
     Peer,
     PeerConnections,
     PostedMessages,
+    ShardSlices,
+    direct_peers,
+    owners,
     post_all_gather,
     reduce_scatter,
     shard_bucket,
@@ -169,6 +173,17 @@ class FillingBuffer:
         return all(map(self.is_bucket_finite, range(len(self.memory.buckets))))
 
 
+def bucket_shards(
+    memory: BucketMemory, members: Sequence[Peer], apart: Collection[Pair]
+) -> ShardSlices:
+    """Return the shards of each bucket."""
+    element_bytes, owning = memory.flat.element_size(), owners(members, apart)
+    return [
+        shard_bucket(bucket.start, bucket.stop, len(members), element_bytes, owning)
+        for bucket in memory.buckets
+    ]
+
+
 class BucketedAllReduce:
     """One member's side of the all-reduce of a FillingBuffer; runs in the averager's thread.
 
@@ -185,16 +200,14 @@ class BucketedAllReduce:
         number: int,
         timeout: Seconds,
         should_stop: Callable[[], bool],
+        apart: Collection[Pair] = (),
     ) -> None:
         self._connections, self._buffer, self._memory = connections, buffer, buffer.memory
         self._number, self._timeout, self._should_stop = number, timeout, should_stop
-        self._others = [peer for peer in members if peer != connections.me]
+        self._others = direct_peers(members, connections.me, apart)
         self._index = members.index(connections.me)
         self._exchange = DirectExchange(members, self._index)
-        self._shards = [
-            shard_bucket(b.start, b.stop, len(members), self._memory.flat.element_size())
-            for b in self._memory.buckets
-        ]
+        self._shards = bucket_shards(self._memory, members, apart)
         self._start, self._deadline = time.perf_counter(), time.monotonic() + timeout
         self._num_sent, self._has_ended = 0, False
         self._error: Exception | None = None  # of the thread that sends
@@ -210,7 +223,7 @@ class BucketedAllReduce:
             self._reduce(weights)
         except PeerError:
             self._memory.renew()
-            if self._error is not None:  # it has aborted the connections
+            if self._error is not None:  # the cause
                 raise self._error from None
             raise
         finally:
@@ -250,7 +263,11 @@ class BucketedAllReduce:
         except Exception as error:
             self._error = error
             buffer.wake()
-            self._connections.abort(self._others)  # wakes the other thread, and the other members
+            # The other thread notices a lost peer itself; the links to healthy ones stay.
+            others = [str(peer.worker) for peer in self._others]
+            is_lost = isinstance(error, PeerError) and error.peer in others
+            if not is_lost and not self._stops():  # else the whole group cancels the round
+                self._connections.abort(self._others)  # wakes the other thread, and the members
 
     def _reduce(self, weights: Sequence[float]) -> None:
         """Sum and gather the buckets in order; a bucket is gathered while the next is summed."""
@@ -261,7 +278,7 @@ class BucketedAllReduce:
             self._sum_shard(bucket, addends, weights)
             own = self._memory.mean[self._shards[bucket][self._index]]
             gather_tag = tag(MessageKind.ALL_GATHER, self._number, bucket)
-            self._exchange.send(gathered, [own] * len(self._others), tag=gather_tag)
+            self._exchange.send(gathered, [own] * len(self._exchange.others), tag=gather_tag)
             if bucket > 0:
                 self._finish(bucket - 1, posted[bucket - 1][2])
         self._finish(len(posted) - 1, posted[-1][2])
@@ -313,6 +330,14 @@ class BucketedAllReduce:
         return self._has_ended or self._should_stop()
 
 
+def split_shards(
+    published: Tensor, members: Sequence[Peer], apart: Collection[Pair]
+) -> ShardSlices:
+    """Return the shards of each bucket."""
+    element_bytes, owning = published.element_size(), owners(members, apart)
+    return shard_slices(published.numel(), len(members), element_bytes, BUCKET, owning)
+
+
 class SplitAllReduce:
     """One member's side of a split all-reduce; runs in the averager's thread.
 
@@ -326,13 +351,12 @@ class SplitAllReduce:
         published: Tensor,
         *,
         number: int,
+        apart: Collection[Pair] = (),
     ) -> None:
-        self.others = [peer for peer in members if peer != connections.me]
+        self.others = direct_peers(members, connections.me, apart)
         self._connections, self._members, self._number = connections, list(members), number
-        self._published = published
-        self._shards = shard_slices(
-            published.numel(), len(members), published.element_size(), BUCKET
-        )
+        self._published, self._apart = published, apart
+        self._shards = split_shards(published, members, apart)
         self._slices = [shard for owned in self._shards for shard in owned]
         index, size = self._members.index(connections.me), len(members)
         self._has = {
@@ -353,6 +377,7 @@ class SplitAllReduce:
             self._shards,
             number=self._number,
             timeout=timeout,
+            apart=self._apart,
         )
         self.streaming_buffer = StreamingBuffer(value)
         return value

@@ -27,6 +27,7 @@ from polyrhythm.run.coordinator.epoch_server import (
     FromMember,
     GroupsHosted,
     HostGroups,
+    LossTimeouts,
     MemberHeartbeat,
     ServiceEnded,
     ToMember,
@@ -43,6 +44,7 @@ from polyrhythm.sync.epochs import (
     Fenced,
     Finish,
     Member,
+    Unreachable,
     Vote,
 )
 from polyrhythm.sync.setup import Setup
@@ -68,6 +70,7 @@ class CoordinatorAccess(NamedTuple):
 
     address: str
     keys: ClientKeys
+    timeouts: LossTimeouts = LossTimeouts()  # the coordinator's
 
 
 class EpochClient:
@@ -81,18 +84,20 @@ class EpochClient:
         incarnation: int = 0,
         node: str,
         on_end: Callable[[str, Collection[Member] | None], None],
+        unreachable: Callable[[], Collection[Member]] = tuple,
     ) -> None:
         """`on_end(why, lost)` is called in the client's thread when the current epoch has ended.
 
         `lost`: those of its members that are; it is called again if more are. It is called with
         None when this process can have no further epoch: it is fenced, or the coordinator is lost.
         The next epoch does not begin before `on_end` has returned, and no heartbeat is sent
-        meanwhile.
+        meanwhile. `unreachable()` is called in that thread, too, with each heartbeat: which members
+        of the epoch this one cannot reach.
         """
         self._name = f"the coordinator at {coordinator.address}"
         self.address, self._key = coordinator.address, (member, incarnation)
         self._enroll = Enroll(member, incarnation, node[:255])
-        self._on_end = on_end
+        self._on_end, self._unreachable = on_end, unreachable
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToMember).decode
         self._changed = threading.Condition()
@@ -161,7 +166,8 @@ class EpochClient:
     ) -> Committed:
         """Vote for a step, and wait until all voters have; raises PeerError if the epoch has ended.
 
-        `may_end`: it may be the last one of the epoch, for a member that leaves. After another PeerError the step may have been committed all the same: the next Begin tells.
+        `may_end`: it may be the last one of the epoch, for a member that leaves. After another
+        PeerError the step may have been committed all the same: the next Begin tells.
         """
         start, action = time.monotonic(), f"the commit of step {number}"
         with self._changed:
@@ -298,6 +304,9 @@ class EpochClient:
         elif now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             self._socket.send(self._encode(MemberHeartbeat(*self._key)))
+            if not self._ended and (peers := self._unreachable()):
+                report = Unreachable(*self._key, self.epoch, tuple(sorted(peers)))
+                self._socket.send(self._encode(report))
 
     def _send_queued(self) -> bool:
         """Send all queued messages; return whether there was one."""

@@ -8,6 +8,7 @@ commands of the current epoch again.
 """
 
 import contextlib
+import logging
 import math
 import socket
 import threading
@@ -41,6 +42,7 @@ from polyrhythm.sync.epochs import (
     Lost,
     Member,
     Tick,
+    Unreachable,
     Vote,
 )
 from polyrhythm.sync.members import LearnedTimeout
@@ -54,11 +56,15 @@ _MAX_TEXT = 4096  # characters
 CLOSE_TIMEOUT: Seconds = 5.0  # for the thread to end
 _MAX_BATCH = 256  # messages between two checks of timers
 _LONGEST_POLL: Seconds = 0.1  # until the stop event is checked
+# A member whose machine others cannot reach: it, and not only a link, is dead. They know after 6 s.
+_SILENT_FOR: Seconds = 6 * HEARTBEAT_INTERVAL
 _STALL: Seconds = 2.5 * _LONGEST_POLL  # between two polls: this process was stopped or starved
 # After the launcher's report: the last messages of the process may still be on their way.
 _EXIT_DELAY: Seconds = 0.05
 _NUM_DEVIATIONS = 10  # of a usual gap between heartbeats, above its median
 _Key = tuple[Member, int]  # a member and its incarnation
+
+_logger = logging.getLogger(__name__)
 
 
 class MemberHeartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -95,9 +101,9 @@ class GroupsHosted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-FromMember = Enroll | Await | Vote | Depart | Finish | HostGroups | MemberHeartbeat
+FromMember = Enroll | Await | Vote | Depart | Unreachable | Finish | HostGroups | MemberHeartbeat
 ToMember = Begin | End | Committed | Fenced | GroupsHosted | MemberHeartbeat | ServiceEnded
-_LOGGED = (Enroll, Depart, Finish, Lost, Begin, End, Fenced)
+_LOGGED = (Enroll, Depart, Unreachable, Finish, Lost, Begin, End, Fenced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +318,7 @@ class EpochServer:
         self._extend_after_stall(now - self._last_run_at)
         self._last_run_at = now
         if self.epochs.next_timer() <= now:
-            self._step(Tick(now))
+            self._step(Tick(now, self._silent_members(now)))
         if self._reports:
             self._socket.clear_wakes()
             self._read_reports(now)
@@ -474,6 +480,10 @@ class EpochServer:
         for key in self._suspects:
             self._suspects[key] += gap
 
+    def _silent_members(self, now: Seconds) -> tuple[Member, ...]:
+        connections = self._connections.items()
+        return tuple(m for (m, _), c in connections if now - c.last_received_at >= _SILENT_FOR)
+
     def _next_check_at(self) -> Seconds:
         return min(self._heartbeat_check_at, *self._suspects.values(), math.inf)
 
@@ -509,8 +519,15 @@ class EpochServer:
             self._log.append(msgspec.json.encode(line))
 
     def _write_log(self) -> None:
-        """Append the new lines to the file: after the commands are sent, as nobody waits for it."""
+        """Append the new lines to the file: after the commands are sent, as nobody waits for it.
+
+        An error, as of a full disk, ends the log, and not the job.
+        """
         if self._log and self._log_path is not None:
-            with self._log_path.open("ab") as file:
-                while self._log:
-                    file.write(self._log.popleft() + b"\n")
+            try:
+                with self._log_path.open("ab") as file:
+                    while self._log:
+                        file.write(self._log.popleft() + b"\n")
+            except OSError as error:
+                self._log = None
+                _logger.warning("the log %s ends here: %s", self._log_path, error)

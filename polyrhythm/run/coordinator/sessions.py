@@ -41,7 +41,7 @@ from polyrhythm.sync.protocol import (
 )
 from polyrhythm.types import Seconds, Worker
 
-PROTOCOL = 4
+PROTOCOL = 5
 HEARTBEATS_PER_TIMEOUT = 5  # so that some may be late or lost
 FATAL = -1  # the clock of a Refuse that removes the worker from the job
 MAX_HELLO_BYTES = 1 << 20  # of a Hello, which names all tensors
