@@ -67,6 +67,9 @@ class SimulateCommand:
     """Scale that recording to this duration, such as 10min."""
     what_if: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Also simulate with a change such as "link Tokyo-Seoul x0.5" or "device 3 slow x4"."""
+    replan: bool = False
+    """After a loss in an exact mode, divide the layers anew where that is predicted to pay off.
+    The runtime keeps the layers."""
     converge: Literal["quadratic", "perceptron"] | None = None
     """Also train a small problem, and show its loss and the distance between workers' models."""
     lr: float = 0.05
@@ -158,7 +161,9 @@ class SimulateCommand:
             for name, job in jobs:
                 run = None if self.out is None else self.out / _file_name(name)
                 observers = progress.observers_for(name, self.steps * len(job.sync.workers))
-                result = simulate(job, num_steps=self.steps, observers=observers, run=run)
+                result = simulate(
+                    job, num_steps=self.steps, observers=observers, run=run, replans=self.replan
+                )
                 yield Variant(name=name, job=job, result=result)
 
     def _jobs(self, console: "Console") -> "Iterator[tuple[str, SimulatedJob]]":
@@ -211,8 +216,7 @@ class SimulateCommand:
             )
 
     def _problem(self, plan: "Plan") -> "tuple[Problem, Scenario]":
-        from polyrhythm.plan.inputs import planned_inputs
-        from polyrhythm.simulate.from_plan import problem_of
+        from polyrhythm.plan.inputs import planned_inputs, problem_of
 
         cluster, profile = planned_inputs(
             plan, self.plan, cluster=self.cluster, profile=self.profile, flops=self.flops

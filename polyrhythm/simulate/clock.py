@@ -22,8 +22,8 @@ class Clock:
     All callbacks come after the engine's events of the same time.
     """
 
-    def __init__(self) -> None:
-        self.now: Seconds = 0.0
+    def __init__(self, start: Seconds = 0.0) -> None:
+        self.now = start
         self._heap: list[_Entry] = []
         self._sequence = 0
 

@@ -19,6 +19,7 @@ from polyrhythm.types import Bytes, Seconds
 _HOUR: Seconds = 3600.0
 _GIGABYTE = 1e9
 _BUSIEST = 5  # links that are listed
+_MAX_CHANGES = 4  # losses and returns of a variant that are listed
 # Largest first; a column has one unit, so that its figures can be compared.
 _UNITS = {"time": ("s", "ms", "us"), "size": ("GiB", "MiB", "KiB", "B")}
 
@@ -34,7 +35,10 @@ class Variant:
     @property
     def num_steps(self) -> float:
         """Number of global steps that were simulated."""
-        return sum(map(len, self.result.ends)) / len(self.result.ends)
+        result = self.result
+        if result.shares is not None:
+            return sum(map(sum, result.shares)) / sum(result.samples)
+        return sum(map(len, result.ends)) / len(result.ends)
 
     @property
     def price(self) -> float | None:
@@ -74,6 +78,7 @@ def show_variants(variants: Sequence[Variant], console: Console) -> None:
             num_steps, planned = sum(map(len, variant.result.ends)), len(variant.result.ends)
             steps = f"{num_steps:,} steps of {planned} pipelines"
             print_line(console, f"* {variant.name}: {variant.result.stop_reason}; {steps} were run")
+    _show_changes(variants, console)
     with_local_steps = {
         variant.job.sync.policy: variant
         for variant in variants
@@ -83,6 +88,19 @@ def show_variants(variants: Sequence[Variant], console: Console) -> None:
         note = f"note: {policy} averages once in {variant.job.sync.steps_between:,} steps"
         never = f", so never in these {variant.num_steps:.4g}"
         print_line(console, note if variant.result.group_sizes else note + never)
+
+
+def _show_changes(variants: Sequence[Variant], console: Console) -> None:
+    """Print what followed from losses in exact modes."""
+    for variant in variants:
+        changes = variant.result.changes
+        for change in changes[:_MAX_CHANGES]:
+            pause = show(change.resumed - change.at, Seconds)
+            why = f"after {pause}: {change.why}"
+            at = show(change.at, Seconds)
+            print_line(console, f"{variant.name}: at {at} {change.what}; {why}")
+        if len(changes) > _MAX_CHANGES:
+            print_line(console, f"{variant.name}: {len(changes) - _MAX_CHANGES} more such changes")
 
 
 def show_links(variant: Variant, console: Console) -> None:

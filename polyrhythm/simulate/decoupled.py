@@ -41,7 +41,7 @@ def reduce_scatter_end(
 class DecoupledAllReduce:
     """Averages all replicas of each stage without a coordinator: `pr.DistributedOptimizer`.
 
-    No worker may be lost: training would end. A phase keeps the link speeds of its start.
+    Workers are fixed: a loss ends the epoch. A phase keeps the link speeds of its start.
     """
 
     def __init__(

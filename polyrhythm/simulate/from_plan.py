@@ -6,14 +6,11 @@ from dataclasses import replace
 
 from polyrhythm.cost.step import StageWork
 from polyrhythm.cost.sync import BUCKET, Sync
-from polyrhythm.describe.cluster import Cluster
-from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.plan.options import TrainingJob
-from polyrhythm.plan.plan import Plan, Sources
+from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.predict import predict
 from polyrhythm.plan.problem import Problem
-from polyrhythm.simulate.job import EMPTY_SCENARIO, SimulatedJob
+from polyrhythm.simulate.job import EMPTY_SCENARIO, PlannedInputs, SimulatedJob
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.sync.setup import Setup
 
@@ -23,21 +20,6 @@ _SIMULATED_AS: dict[str, str] = {
     Sync.RING: "all_reduce",
     Sync.SEQUENTIAL: "all_reduce",
 }
-
-
-def problem_of(
-    plan: Plan, cluster: Cluster, profile: ModelProfile, *, gradient_bytes: float | None = None
-) -> Problem:
-    """The problem that the plan solves, with the plan's settings of gradients and memory."""
-    sources = plan.sources or Sources(cluster="", profile="")
-    job = TrainingJob(
-        batch_size=plan.batch or 1,  # `predict` refuses a plan without a batch
-        sync=plan.sync,
-        gradient_bytes=sources.gradient_bytes if gradient_bytes is None else gradient_bytes,
-        optimizer_bytes=sources.optimizer_bytes,
-        memory_reserve=sources.memory_reserve,
-    )
-    return Problem(cluster=cluster, profile=profile, job=job)
 
 
 def planned_job(
@@ -78,16 +60,17 @@ def planned_job(
         pipelines=predicted.replicas,
         sync=setup,
         decoupled=mode.decoupled,
-        num_buckets=_num_buckets(plan, stages),
+        num_buckets=num_buckets(plan, stages),
         overlap=overlap and setup.mode.can_overlap,
         scenario=scenario,
         samples=tuple(
             plan.microbatch_size * (pipeline.num_microbatches or 0) for pipeline in plan.pipelines
         ),
+        planned=PlannedInputs(plan=plan, problem=problem),
     )
 
 
-def _num_buckets(plan: Plan, stages: Sequence[StageWork]) -> int:
+def num_buckets(plan: Plan, stages: Sequence[StageWork]) -> int:
     """Buckets of about `BUCKET` bytes, at most one per layer: a forward waits layer by layer."""
     size = max(stage.gradient_bytes for stage in stages)
     return max(1, min(max(plan.layers_per_stage), math.ceil(size / BUCKET)))

@@ -13,11 +13,21 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.describe.units import check_amount
 from polyrhythm.errors import PlanError, PolicyError
+from polyrhythm.plan.plan import Plan
+from polyrhythm.plan.problem import Problem
 from polyrhythm.schedule.check import check
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds
 
 EMPTY_SCENARIO = Scenario(name="calm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedInputs:
+    """What a job was planned from: with it survivors choose schedules, and may plan again."""
+
+    plan: Plan  # with its schedules
+    problem: Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +47,7 @@ class SimulatedJob:
     # For each device, the device whose uplink represents the shared uplink of its machine; averages
     # are then rings through these, as in NCCL. None: every device has its own uplink.
     gateways: tuple[int, ...] | None = None
+    planned: PlannedInputs | None = None  # None: survivors keep the in-flight limits of schedules
 
     def __post_init__(self) -> None:
         _check_shape(self)
@@ -45,6 +56,12 @@ class SimulatedJob:
         _check_schedules(self)
         _check_sync_mode(self)
         self.scenario.check(self.cluster)
+
+    @property
+    def has_epochs(self) -> bool:
+        """Whether a loss ends an epoch, after which the survivors compute the whole batch."""
+        faults = self.scenario.kill or self.scenario.join
+        return bool(faults) and self.sync.mode.exact and self.in_flight is None
 
 
 def replicas(schedule: Schedule, num_pipelines: int) -> tuple[Replica, ...]:
@@ -205,10 +222,9 @@ def _check_sync_mode(job: SimulatedJob) -> None:
             expected="steps of several micro-batches, and one version of the weights",
             fix="omit in_flight",
         )
-    ends_on_loss = not mode.has_coordinator or (job.decoupled and mode.exact)
-    if ends_on_loss and (job.scenario.kill or job.scenario.join):
+    if not mode.has_coordinator and (job.scenario.kill or job.scenario.join):
         raise PolicyError(
-            f"{'decoupled' if job.decoupled else policy} with devices that are lost or join",
-            expected="a policy that continues without lost devices: here training would end",
-            fix="use all_reduce, adaptive or age, or remove kill and join from the scenario",
+            f"{policy} with devices that are lost or join",
+            expected="a policy whose losses are simulated: those of this one are not simulated yet",
+            fix="use decoupled, adaptive or age, or remove kill and join from the scenario",
         )

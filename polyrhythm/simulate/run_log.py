@@ -1,6 +1,8 @@
 """The log of a simulated run: the same records as those of a real one, with times from 0.
 
-`polyrhythm report` reads both. Equal simulations write equal bytes.
+`polyrhythm report` reads both. Equal simulations write equal bytes. Each epoch of a run with losses
+has a scheduler and so decisions of its own, as each sync mode of a real run has; events are common
+to all, of the steps that count.
 """
 
 from collections.abc import Sequence
@@ -11,13 +13,21 @@ from polyrhythm.events import Event, Value, merged_log
 from polyrhythm.simulate.engine.engine import ActionRecord
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.sinks.jsonl import write_events
-from polyrhythm.sync.decision_log import LOG_NAME, DecisionLog
+from polyrhythm.sync.decision_log import DecisionLog, decision_log_path
 from polyrhythm.sync.protocol import Assign
 from polyrhythm.types import Seconds, Worker
 
 
 class RunLog:
-    def __init__(self, folder: Path, job: SimulatedJob) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        job: SimulatedJob,
+        *,
+        number: int = 1,
+        first_step: int = 0,
+    ) -> None:
+        """`number` is that of the epoch."""
         if merged_log(folder).exists():
             raise EventError(
                 f"{folder} already has the log of a run",
@@ -25,7 +35,8 @@ class RunLog:
                 fix="use another folder, or remove it",
             )
         self._folder, self._job = folder, job
-        self.decisions = DecisionLog(folder / LOG_NAME, job.sync)
+        self.decisions = DecisionLog(decision_log_path(folder, number), job.sync)
+        self._first_step = first_step
         self.averages: list[tuple[Assign, Seconds, Seconds]] = []
         # Run, number, start, end of its last action, and end of its sync.
         self.steps: list[tuple[int, int, Seconds, Seconds, Seconds]] = []
@@ -35,8 +46,23 @@ class RunLog:
             for run in pipeline.runs
         ]
 
-    def close(self, actions: Sequence[ActionRecord], num_steps: int) -> None:
+    def events(
+        self, actions: Sequence[ActionRecord], num_steps: float = float("inf")
+    ) -> list[Event]:
+        """Return the events of the first `num_steps` steps, and close the log of decisions."""
         self.decisions.close()
+        if num_steps < float("inf"):
+            self.steps = [step for step in self.steps if step[1] < num_steps]
+            actions = [record for record in actions if record.step < num_steps]
+            last = max((end for *_, end in self.steps), default=0.0)
+            self.averages = [average for average in self.averages if average[2] <= last]
+        events = [self._action(record) for record in self._finished(actions)]
+        events += self._step_events()
+        events += [event for average in self.averages for event in self._average_events(*average)]
+        return events
+
+    def write(self, events: Sequence[Event], num_steps: int) -> None:
+        """Write events of all epochs; this log is that of the first one."""
         job = self._job
         values: dict[str, Value] = {
             "stages": len(job.stages),
@@ -44,11 +70,8 @@ class RunLog:
             "steps": num_steps,
             "device": "simulated",
         }
-        events = [Event(kind="run", time=0.0, values=values)]
-        events += [self._action(record) for record in self._finished(actions)]
-        events += self._step_events()
-        events += [event for average in self.averages for event in self._average_events(*average)]
-        write_events(merged_log(self._folder), events)
+        begin = Event(kind="run", time=0.0, values=values)
+        write_events(merged_log(self._folder), [begin, *events])
 
     def _finished(self, actions: Sequence[ActionRecord]) -> list[ActionRecord]:
         """Drop actions of an interrupted step that was repeated later."""
@@ -61,7 +84,7 @@ class RunLog:
             kind="action",
             time=record.start - record.waited,
             worker=self._workers[record.run],
-            step=record.step,
+            step=self._first_step + record.step,
             name=str(record.action),
             duration=record.end - record.start + record.waited,
             values={"wait": record.waited} if record.waited else {},
@@ -69,8 +92,9 @@ class RunLog:
 
     def _step_events(self) -> list[Event]:
         events = []
-        for run, number, start, end, sync_end in self.steps:
+        for run, own_number, start, end, sync_end in self.steps:
             worker, policy = self._workers[run], self._job.sync.policy
+            number = self._first_step + own_number
             sync = Event(
                 kind="sync",
                 time=end,

@@ -6,10 +6,10 @@ from pathlib import Path
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.scenario import Scenario
-from polyrhythm.plan.inputs import planned_inputs
+from polyrhythm.plan.inputs import planned_inputs, problem_of
 from polyrhythm.plan.plan import Plan
 from polyrhythm.renamed import renamed_arguments
-from polyrhythm.simulate.from_plan import planned_job, problem_of
+from polyrhythm.simulate.from_plan import planned_job
 from polyrhythm.simulate.job import EMPTY_SCENARIO
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
@@ -30,13 +30,15 @@ def simulate_plan(
     gradient_bytes: float | None = None,
     seed: int = 0,
     run_dir: Path | str | None = None,
+    replans: bool = False,
 ) -> SimulationResult:
     """Predict the performance of a plan by simulating `num_steps` global steps in a scenario.
 
     `cluster` and `profile` default to the files or names that the plan was made from. `sync` is a
     policy with its `options`, or "decoupled"; it and `schedule` default to the plan's.
     `gradient_bytes` are per byte of parameters, by default the plan's; `run_dir` is a folder for
-    the log, as training writes it. Raises UserError.
+    the log, as training writes it. With `replans` survivors of a loss in an exact mode divide the
+    layers anew where that pays off, which the runtime does not do. Raises UserError.
     """
     file = None if isinstance(plan, Plan) else Path(plan)
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
@@ -54,4 +56,5 @@ def simulate_plan(
         scenario=scenario or EMPTY_SCENARIO,
         seed=seed,
     )
-    return simulate(job, num_steps=num_steps, run=None if run_dir is None else Path(run_dir))
+    run = None if run_dir is None else Path(run_dir)
+    return simulate(job, num_steps=num_steps, run=run, replans=replans)

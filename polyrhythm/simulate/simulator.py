@@ -21,7 +21,13 @@ from polyrhythm.simulate.averaging import Observer, SimulatedAveraging, Simulate
 from polyrhythm.simulate.clock import Clock
 from polyrhythm.simulate.coordinator import SimulatedCoordinator
 from polyrhythm.simulate.decoupled import DecoupledAllReduce, all_gather_arrivals, traffic_factor
-from polyrhythm.simulate.engine.engine import NO_WAIT, BucketArrivals, Engine, EngineEvent
+from polyrhythm.simulate.engine.engine import (
+    NO_WAIT,
+    ActionRecord,
+    BucketArrivals,
+    Engine,
+    EngineEvent,
+)
 from polyrhythm.simulate.engine.state import NUM_ACTIONS, NUM_EVENTS, STEP_ENDED
 from polyrhythm.simulate.faults import FaultInjector
 from polyrhythm.simulate.job import SimulatedJob, split_regions
@@ -46,23 +52,39 @@ def simulate(
     each: bool = False,
     observers: Sequence[Observer] = (),
     run: Path | None = None,
+    replans: bool = False,
 ) -> SimulationResult:
     """Simulate `num_steps` steps per pipeline on average: fast pipelines may run more.
 
     With `each`, every pipeline runs exactly `num_steps` and leaves. `run` is a folder for the log,
     as training writes it.
+
+    In an exact mode `num_steps` are steps of the job: after a loss the survivors compute the whole
+    batch (`simulate/epochs.py`). With `replans` they divide the layers anew where that is predicted
+    to pay off, which the runtime does not do yet.
     """
+    from polyrhythm.simulate.epochs import simulate_epochs  # late: it imports this module
+
     if num_steps < 1:
         raise PlanError(f"num_steps={num_steps}", expected="1 or more", fix="simulate 20")
     split = split_regions(job)
-    result = Simulation(split, num_steps, each, observers, run).result()
+    if split.has_epochs:
+        result = simulate_epochs(
+            split, num_steps, each=each, observers=observers, run=run, replans=replans
+        )
+    else:
+        log = None if run is None else RunLog(run, split)
+        result = Simulation(split, num_steps, each, observers, log).result()
     if split is job:
         return result
     return replace(result, bytes_sent=_sum_by_region(result.bytes_sent, job.cluster))
 
 
 class Simulation:
-    """One simulation, in one call of `result`."""
+    """One simulation of fixed workers: `result` runs it; or `start`, `run` and `collect` in turn.
+
+    It begins at `start` on the clock of the job's scenario.
+    """
 
     def __init__(
         self,
@@ -70,12 +92,14 @@ class Simulation:
         num_steps: int,
         each: bool,
         observers: Sequence[Observer],
-        run: Path | None,
+        log: RunLog | None,
+        *,
+        start: Seconds = 0.0,
     ) -> None:
         self._job, self._num_steps, self._each = job, num_steps, each
-        self._clock, self._network = Clock(), SimulatedNetwork(job.cluster, job.gateways)
-        self._log = None if run is None else RunLog(run, job)
-        self._engine = Engine(job, records=run is not None)
+        self._clock, self._network = Clock(start), SimulatedNetwork(job.cluster, job.gateways)
+        self._log = log
+        self._engine = Engine(job, records=log is not None)
         self._pipelines = _members(job, self._engine)
         members = [member for pipeline in self._pipelines for member in pipeline]
         self._workers_of_run: list[list[SimulatedWorker]] = [
@@ -105,7 +129,7 @@ class Simulation:
         self.set_latency()
         self._faults = FaultInjector(job, self._pipelines, self._averaging, *parts, self)
         # Of progress: the scheduler may retry for ever.
-        self._deadline = self._faults.last + _STALL_TIMEOUT
+        self._deadline = max(start, self._faults.last) + _STALL_TIMEOUT
 
     def _make_averaging(
         self, members: Sequence[SimulatedWorker], observers: Sequence[Observer]
@@ -131,13 +155,36 @@ class Simulation:
         )
 
     def result(self) -> SimulationResult:
-        self._faults.start()
-        stop_reason = self._run()
-        self._engine.warn_of_traces()
+        self.start()
+        stop_reason = self.run()
         if self._log is not None:
-            records = self._engine.take_records()
-            done = [record for record in records if record.end <= self._clock.now]
-            self._log.close(done, self._num_steps)
+            self._log.write(self._log.events(self.take_records()), self._num_steps)
+        return self.collect(stop_reason)
+
+    @property
+    def now(self) -> Seconds:
+        return self._clock.now
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done."""
+        return self._steps.total >= self._goal
+
+    @property
+    def num_done(self) -> int:
+        """The number of steps that all pipelines have ended."""
+        return min(map(len, self._steps.ends))
+
+    def start(self) -> None:
+        self._faults.start()
+
+    def take_records(self) -> list[ActionRecord]:
+        """Return all actions that have ended."""
+        records = self._engine.take_records()
+        return [record for record in records if record.end <= self._clock.now]
+
+    def collect(self, stop_reason: str) -> SimulationResult:
+        self._engine.warn_of_traces()
         state, averaging, job = self._engine.state, self._averaging, self._job
         runs, first = state.runs, [workers[0].worker for workers in self._workers_of_run]
         held = runs["held_before"].tolist()  # waits of forwards for buckets
@@ -160,17 +207,35 @@ class Simulation:
             stop_reason=stop_reason,
         )
 
-    def _run(self) -> str:
+    def run_step(self, until: Seconds) -> str:
+        """Run until all pipelines have ended one more step, or until then; return as `run`."""
+        goal, self._goal, why = self._goal, self._steps.total, ""
+        target = self.num_done + 1
+        while self.num_done < target and self._clock.now < until and not why:
+            self._goal += 1
+            why = self.run(until)
+        self._goal = goal
+        return why
+
+    def run(self, until: Seconds = float("inf")) -> str:
+        """Run all steps, or until a time; return why nothing can go on, or an empty text."""
         clock, engine = self._clock, self._engine
-        while self._steps.total < self._goal:
-            until = clock.next_time
-            event = engine.advance(until)
+        while not self.is_done:
+            next_time = min(clock.next_time, until)
+            event = engine.advance(next_time)
             if event is not None:
                 clock.now = event.time
                 timeout = max(_STALL_TIMEOUT, _STALL_FACTOR * self._steps.longest)
                 self._deadline = max(self._deadline, event.time + timeout)
                 self._handle(event)
-            elif until < self._deadline or (until < float("inf") and not clock.only_retries):
+            elif until <= clock.next_time and until < float("inf"):
+                clock.now = until
+                break
+            elif (
+                until < float("inf")
+                or next_time < self._deadline
+                or (next_time < float("inf") and not clock.only_retries)
+            ):
                 clock.run_next()
             else:
                 return self._stall_reason()
@@ -268,8 +333,6 @@ class Simulation:
         first, end = self._engine.first_run[pipeline : pipeline + 2]
         for run in range(first, end):
             self._engine.stop(run)
-            if self._balancer is not None:
-                self._balancer.remove(run)
 
     def _on_command(
         self, worker: Worker, command: Assign | Commit | Abort | Skip | CopyFrom
@@ -406,11 +469,6 @@ class SimulatedBalancer:
 
     def add(self, pipeline: int) -> None:
         self._present.add(pipeline)
-
-    def remove(self, pipeline: int) -> None:
-        self._present.discard(pipeline)
-        self._step_times.pop(pipeline, None)
-        self._rebalance_if_all_ended()
 
     def step_ended(self, pipeline: int, duration: Seconds) -> None:
         self._step_times[pipeline] = duration

@@ -198,6 +198,16 @@ def test_a_recording_that_ends_early_is_warned_of(
     assert "ends after 5s of " in err
 
 
+def test_what_follows_from_losses_is_shown(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = plan.parent / "lost.json"
+    scenario.write_text(json.dumps({"name": "lost", "kill": [{"device": "d1", "at_s": 1.0}]}))
+    arguments = [str(plan), "--sync", "decoupled", "--scenario", str(scenario)]
+    _, out, _ = run_simulate(arguments, capsys)
+    assert "decoupled: at 1s d1 is lost; after 0.4s: pipeline 0 is broken" in " ".join(out.split())
+    _, out, _ = run_simulate([*arguments, "--replan"], capsys)
+    assert "keep the running plan" in out or "pays for a pause" in out
+
+
 def test_progress_is_shown_only_on_a_terminal() -> None:
     job = planned_job(PLAN, problem())
     for is_terminal in (True, False):
@@ -249,7 +259,7 @@ def test_price_counts_hours_and_egress(plan: Path, capsys: pytest.CaptureFixture
         (["--out", "/proc/x"], "--out /proc/x"),
         (["--spot-duration", "10min"], "--spot-duration without --spot"),
         (["--converge", "quadratic", "--what-if", "device 1 gone"], "--converge with devices"),
-        (["--sync", "decoupled", "--what-if", "device 1 gone"], "decoupled with devices"),
+        (["--sync", "static", "--what-if", "device 1 gone"], "static with devices"),
         (["--spot", "nothing"], "nothing"),
         (["--spot", "bamboo_aws_p3", "--spot-duration", "soon"], "soon"),
     ],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from polyrhythm.cost.sync import SMALL
 from polyrhythm.describe.scenario import LinkChange
 from polyrhythm.simulate.engine.engine import Engine
+from polyrhythm.simulate.epochs import NOTICE, RECONNECT
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.network import SimulatedNetwork
 from polyrhythm.simulate.simulator import simulate
@@ -320,12 +321,12 @@ def test_many_workers_share_a_parameter_server() -> None:
     assert ends[1][1] - ends[1][0] == pytest.approx(0.3 + 2 * 199 * 1e4 / 1e6)
 
 
-def test_many_workers_abort_at_once() -> None:
-    """One dies while all send to the owner of a small buffer; the others restart without it."""
+def test_many_workers_repeat_a_step_without_a_lost_one() -> None:
+    """One dies while all send to the owner of a small buffer; one takes over its micro-batch."""
     ends = simulate(many_workers(scenario=kills_and_joins(kill=[("d5", 0.35)])), num_steps=1).ends
-    assert ends[5] == ()
-    # The loss is noticed two seconds later, during the exchange.
-    assert ends[4][0] == pytest.approx(0.35 + 2.0 + 2 * 198 * 1e4 / 1e6)
+    assert ends[199] == ()
+    expected = 0.35 + NOTICE + RECONNECT + 2 * 0.3 + 2 * 198 * 1e4 / 1e6
+    assert ends[4][0] == pytest.approx(expected)
 
 
 def test_a_link_that_is_lost_for_good_ends_a_simulation() -> None:
