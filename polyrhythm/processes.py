@@ -66,8 +66,13 @@ def _user_traceback(error: BaseException) -> str:
     return "".join(found.format())
 
 
+def is_loss(status: int) -> bool:
+    """Whether a process with this exit status was ended by another, and has no error of its own."""
+    return status < 0 or status in (FENCED, TERMINATED, INTERRUPTED)
+
+
 def reserve_port() -> socket.socket:
-    """Reserve a port of the loopback address for a server of a child, until the socket is closed.
+    """Reserve a port of this machine for a server of a child, until the socket is closed.
 
     A port that was only free a moment ago may be given to any connection before the server has it.
     The kernel gives no connection a port that is bound; but a server that reuses addresses, as

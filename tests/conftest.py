@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from polyrhythm import worker_registry
+
 # No time limit per example: a busy machine is no failure. pytest-timeout bounds the whole test.
 # `make test` draws the same examples every time, so that it passes or fails for the change at hand;
 # `make test-all` draws others, and more.
@@ -83,6 +85,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("alone") and LAB not in item.path.parents:
         raise pytest.UsageError(f"{item.nodeid} is marked alone: such tests belong in {LAB}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def worker_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Register the workers of tests elsewhere: jobs of this user may run at the same time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_registry, "FOLDER", tmp_path_factory.mktemp("workers"))
+        yield
 
 
 NEEDS_PROCESSES = {

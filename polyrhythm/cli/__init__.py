@@ -14,6 +14,7 @@ from polyrhythm import __version__
 from polyrhythm.cli.coordinator import CoordinatorCommand, KeysCommand
 from polyrhythm.cli.demo import Demo
 from polyrhythm.cli.lab import LabCommand
+from polyrhythm.cli.leave import LeaveCommand
 from polyrhythm.cli.plan import PlanCommand
 from polyrhythm.cli.probe import Doctor, Probe, Show
 from polyrhythm.cli.profile import Profile
@@ -34,6 +35,7 @@ Command = (
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[SimulateCommand, tyro.conf.subcommand("simulate")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[LeaveCommand, tyro.conf.subcommand("leave")]
     | Annotated[LabCommand, tyro.conf.subcommand("lab")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[ReplayCommand, tyro.conf.subcommand("replay")]

@@ -39,13 +39,18 @@ class Bench:
     """Run a smoke test in seconds; its figures prove nothing."""
     out: Path | None = None
     """Also write the result to NAME.json in this folder."""
+    soak: int | None = None
+    """Number of random faults of `faults`, 60 by default."""
 
     def run(self, console: "Console") -> int:
         benchmarks = import_from_source_tree("benchmarks", "bench")
         if self.name == "list":
             benchmarks.print_names(console)
         else:
-            benchmarks.run(self.name, quick=self.quick, out=self.out, console=console)
+            result = benchmarks.run(
+                self.name, quick=self.quick, out=self.out, soak=self.soak, console=console
+            )
+            return 1 if result.failures else 0
         return 0
 
 

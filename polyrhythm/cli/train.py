@@ -14,13 +14,16 @@ from polyrhythm.errors import LaunchError, WorkerError
 from polyrhythm.processes import FAILED, INTERRUPTED, TERMINATED, exit_on_sigterm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
     from polyrhythm.plan.degrees import Degrees
     from polyrhythm.plan.plan import Plan
+    from polyrhythm.processes import Child
     from polyrhythm.run.comm.launch import DistContext
+    from polyrhythm.run.coordinator.epoch_server import LossTimeouts
+    from polyrhythm.run.coordinator.job_coordinator import JobCoordinator
     from polyrhythm.types import Seconds
 
 
@@ -64,12 +67,19 @@ class TrainCommand:
     """Folder for the output of all processes except the first, whose output is shown."""
     timeout: float | None = None
     """Seconds after which all processes are ended."""
+    preemption_notice: str | None = None
+    """Cloud whose metadata service is asked whether it takes this machine away: aws, gcp, azure or
+    auto. A notice acts as SIGTERM to the processes of that machine."""
 
     def run(self, console: "Console") -> int:
         from polyrhythm.plan.plan import PLAN_VARIABLE, Plan
+        from polyrhythm.preemption_notice import NOTICE_VARIABLE, NoticeWatch
 
         self._check()
         os.environ.update(self._degrees.environment)
+        if self.preemption_notice is not None:
+            NoticeWatch(self.preemption_notice)  # refuses another cloud
+            os.environ[NOTICE_VARIABLE] = self.preemption_notice
         num_fits = _num_fits()  # before the fork: workers inherit the count
         plan = None if self.plan is None else Plan.load(self.plan)
         if self.plan is not None:
@@ -151,6 +161,7 @@ class TrainCommand:
             shown_ranks=(0,),
             on_success=lambda: self._check_fitted(num_fits),
             is_one_job=True,
+            coordination=LabCoordination(rank_hosts, self.output) if len(rank_hosts) > 1 else None,
             preloaded=(*PRELOADED, _TRAINER),
         )
         _forward_sigterm(rehearsal.request_stop)
@@ -207,6 +218,58 @@ class TrainCommand:
                 expected="--lab with a cluster in which to play it",
                 fix=f"{command} --lab CLUSTER --scenario {self.scenario}",
             )
+
+
+class LabCoordination:
+    """The coordinator of a job in the lab, on one of its hosts (`JobCoordination`)."""
+
+    def __init__(
+        self, rank_hosts: "Sequence[str]", output: Path, timeouts: "LossTimeouts | None" = None
+    ) -> None:
+        self._rank_hosts, self._output, self._timeouts = rank_hosts, output, timeouts
+        self._coordinator: JobCoordinator | None = None
+
+    def start(self, address: str, ports: tuple[int, int], start: "Callable[..., Child]") -> None:
+        from polyrhythm.run.coordinator.job_coordinator import JobCoordinator, LabHost
+        from polyrhythm.run.coordinator.keys import WorkerKeys
+
+        log = self._output / "membership.jsonl"
+        log.unlink(missing_ok=True)  # of an earlier job
+        self._keys = WorkerKeys.for_job(len(self._rank_hosts))
+        self._coordinator = JobCoordinator(
+            [worker.client for worker in self._keys],
+            output=self._output / "coordinator.log",
+            log=log,
+            timeouts=self._timeouts,
+            lab_host=LabHost(address, ports, start),
+        )
+
+    def join(self, rank: int) -> None:
+        from polyrhythm.run.comm.launch import DistContext, set_context
+
+        assert self._coordinator is not None, "it was started before"
+        keys, host = self._keys[rank], self._rank_hosts[rank]
+        set_context(
+            DistContext(
+                rank=rank,
+                world_size=len(self._rank_hosts),
+                local_rank=self._rank_hosts[:rank].count(host),
+                is_local=True,
+                keys=keys,
+                store_address=self._coordinator.store_address,
+                coordinator=self._coordinator.access(keys.client),
+                keeps_survivors=True,
+            )
+        )
+
+    def report_exit(self, rank: int, why: str) -> None:
+        assert self._coordinator is not None, "it was started before"
+        self._coordinator.report_exit(rank, why)
+
+    def close(self) -> None:
+        assert self._coordinator is not None, "it was started before"
+        self._coordinator.process.end()
+        self._coordinator.close()
 
 
 def _num_fits() -> int:

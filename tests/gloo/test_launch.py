@@ -225,6 +225,7 @@ def test_from_environment_is_none_without_torchrun() -> None:
     assert DistContext.from_environment({}) is None
 
 
+SURVIVORS = "POLYRHYTHM_KEEP_SURVIVORS"
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -253,3 +254,27 @@ def test_invalid_torchrun_variables_are_refused(
     environ = {k: v for k, v in {**TORCHRUN, **changed}.items() if v is not None}
     with pytest.raises(LaunchError, match=message):
         DistContext.from_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("changed", "keeps"),
+    [
+        ({}, False),
+        ({"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"GROUP_WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "3"}, False),
+        ({"GROUP_WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "0"}, True),
+        ({"GROUP_WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "0", SURVIVORS: "0"}, False),
+        ({SURVIVORS: "1"}, True),
+    ],
+)
+def test_survivors_are_kept_by_several_agents_without_restarts(
+    changed: dict[str, str], keeps: bool
+) -> None:
+    ctx = DistContext.from_environment({**TORCHRUN, **changed})
+    assert ctx is not None
+    assert ctx.keeps_survivors == keeps
+
+
+def test_unknown_wish_for_survivors_is_refused() -> None:
+    with pytest.raises(LaunchError, match=f"{SURVIVORS}=yes"):
+        DistContext.from_environment({**TORCHRUN, SURVIVORS: "yes"})

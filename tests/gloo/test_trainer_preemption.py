@@ -3,18 +3,25 @@
 import json
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from polyrhythm.cli import main
 from polyrhythm.errors import WorkerError
+from polyrhythm.preemption_notice import NOTICE_VARIABLE
 from polyrhythm.processes import TERMINATED, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
-from polyrhythm.run.comm.store import JobStore
+from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.trainer.config import CheckpointConfig
+from polyrhythm.run.trainer.preemption import PreemptionHandler
+from polyrhythm.worker_registry import RunningWorker, running_workers
 from tests.gloo.trainer_jobs import NUM_STEPS, fit, plan_of, run_job, trainer
 from tests.grids import long_except
 
@@ -113,6 +120,54 @@ def test_a_notice_that_comes_while_the_store_is_read_reaches_the_others(tmp_path
             assert not job.wait(60), "it runs to the end"
         assert raised.value.status == TERMINATED
         _assert_all_preempted(job)
+
+
+def handler_of_test() -> PreemptionHandler:
+    store, alone = JobStore(dist.HashStore(), 0, timeout=5.0), Members((0,))
+    return PreemptionHandler(store, alone, alone, grace_period=5.0)
+
+
+def test_a_worker_is_registered_once_it_handles_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`polyrhythm leave` would kill it before."""
+    found = list[Any]()
+
+    @contextmanager
+    def registered(_: RunningWorker) -> Iterator[None]:
+        found.append(signal.getsignal(signal.SIGTERM))
+        yield
+        found.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.setattr(RunningWorker, "registered", registered)
+    handler_of_test().close()
+    assert len(found) == 2
+    assert signal.SIG_DFL not in found
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_worker_that_does_not_handle_sigterm_is_not_registered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A Trainer in a thread, where Python can set no handler; a script's own handler counts."""
+    monkeypatch.setenv(NOTICE_VARIABLE, "gcp@127.0.0.1:9")
+    num_registered = list[int]()
+
+    def work() -> None:
+        handler = handler_of_test()
+        num_registered.append(len(running_workers()))
+        handler.close()
+
+    in_thread = threading.Thread(target=work)
+    in_thread.start()
+    in_thread.join()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{NOTICE_VARIABLE} has no effect: nothing handles SIGTERM, as this is not the main thread"
+    ]
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        work()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert num_registered == [0, 1]
 
 
 def test_preempted_job_resumes_with_the_same_losses(tmp_path: Path) -> None:

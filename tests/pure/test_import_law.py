@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 # A part may import parts of a lower tier and itself; parts of one tier are neighbours.
 TIERS = [
     {"types", "errors", "events", "processes", "tables", "jit", "renamed"},
-    {"sinks"},
+    {"sinks", "worker_registry", "preemption_notice"},
     {"describe"},
     {"cost"},
     {"schedule"},

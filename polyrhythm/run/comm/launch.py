@@ -5,8 +5,12 @@ share its memory. The parent owns them: they die with the parent, whatever kills
 worker that fails ends the job with its error, unless the others can go on without it. The job's
 store and membership are served by one more process (`job_coordinator.py`), which is no worker. A
 worker runs the same code under both launchers.
+
+Under torchrun a job of several agents, one per machine, goes on without those that are lost. Rank 0
+starts the coordinator then; the store of torchrun is used no more once all know its address.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -29,42 +33,47 @@ from torch.distributed.rendezvous import rendezvous
 from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
 from polyrhythm.processes import (
     BAD_INPUT,
-    FENCED,
     INTERRUPTED,
     PEER_LOST,
     TERMINATED,
     Child,
     end_all,
+    is_loss,
     wait_for_any,
 )
 from polyrhythm.run.comm.process_groups import count_rounds
+from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.coordinator.epoch_client import CoordinatorAccess
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
-from polyrhythm.run.coordinator.job_coordinator import JobCoordinator
+from polyrhythm.run.coordinator.job_coordinator import JobCoordinator, share_detached
 from polyrhythm.run.coordinator.keys import KEYS_VARIABLE, WorkerKeys
 from polyrhythm.types import Seconds
+
+SURVIVORS_VARIABLE = "POLYRHYTHM_KEEP_SURVIVORS"
+_ANY_PORT = 9
+_DEFAULT_ROUTE = "192.0.2.1"  # an address for documentation, which no machine has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistContext:
-    """The rank of this process in the job, and how it reaches the other processes."""
+    """The rank of this process in the job, and how it reaches the other processes.
+
+    Under torchrun a job that keeps its survivors gets its coordinator from `with_coordinator`.
+    """
 
     rank: int
     world_size: int
     local_rank: int
-    is_local: bool = False  # it is a LocalJob
+    is_local: bool = False  # our launcher has started it, and serves the store
     store_address: tuple[str, int] | None = None  # local jobs of 2 or more: of their store
     keys: WorkerKeys | None = None  # local jobs: for the connections of workers with each other
-    coordinator: CoordinatorAccess | None = None  # of the job's epochs; local jobs of 2 or more
+    coordinator: CoordinatorAccess | None = None  # of the job's epochs; jobs of 2 or more
     keeps_survivors: bool = False  # the launcher lets the others go on after a loss
     store: Store | None = None  # the store of the job, after a rendezvous
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Self | None:
-        """Read the variables that torchrun sets; None if they are not set.
-
-        Such a job has no coordinator of epochs: a worker that is lost ends it.
-        """
+        """Read the variables that torchrun sets; None if they are not set."""
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return None
         try:
@@ -72,6 +81,7 @@ class DistContext:
                 rank=int(environ["RANK"]),
                 world_size=int(environ["WORLD_SIZE"]),
                 local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
+                keeps_survivors=_keeps_survivors(environ),
             )
             int(environ["MASTER_PORT"]), environ["MASTER_ADDR"]  # read by torch, much later
             problem = None if 0 <= ctx.rank < ctx.world_size else "RANK is not below WORLD_SIZE"
@@ -104,6 +114,18 @@ class DistContext:
         """Run the rendezvous once and keep its store: `process_group` may then be entered twice."""
         with peer_errors("another process of the job", "rendezvous"):
             return replace(self, store=self._get_store(timedelta(seconds=timeout)))
+
+    def with_coordinator(
+        self, store: JobStore, members: Members, timeout: Seconds
+    ) -> "DistContext":
+        """Start a coordinator beside rank 0, and use its store: launchers' stores may be lost.
+
+        All processes call it; `store` is that of the launcher.
+        """
+        coordinator, address = share_detached(store, members, worker_keys(), _address_for_others)
+        with peer_errors("the job's coordinator", "connecting to its store"):
+            opened = _open_store(address, timedelta(seconds=timeout))
+        return replace(self, store=opened, coordinator=coordinator)
 
     def with_store_prefix(self, name: str) -> "DistContext":
         """Prefix all keys in the store, so that several process groups can share it."""
@@ -174,11 +196,64 @@ def _open_store(address: tuple[str, int] | None, timeout: timedelta) -> Store:
     )
 
 
+def _keeps_survivors(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun lets the others go on after a loss.
+
+    An agent ends all its workers when one of them fails, and with restarts the agents begin anew
+    together. So this is a job of several agents, none of which restarts its workers.
+    """
+    wanted = environ.get(SURVIVORS_VARIABLE)
+    if wanted not in (None, "0", "1"):
+        raise LaunchError(
+            f"{SURVIVORS_VARIABLE}={wanted}",
+            expected="1 if the launcher lets the others go on after a loss, else 0",
+            fix=f"unset {SURVIVORS_VARIABLE}: it is known for torchrun",
+        )
+    if wanted is not None:
+        return wanted == "1"
+    has_agents = environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    return has_agents and environ.get("TORCHELASTIC_MAX_RESTARTS") == "0"
+
+
+def own_address(name: str) -> str | None:
+    """Return this machine's address on its route to `name`, which other machines reach, too.
+
+    A host name may be an alias of the loopback address on its own machine: then the address is that
+    of the host name, or on the default route.
+    """
+    is_on_one_machine = name == "localhost" or name.startswith("127.")
+    found = list[str]()
+    for target in filter(None, (name, socket.gethostname(), _DEFAULT_ROUTE)):
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((target, _ANY_PORT))  # sends nothing
+            found.append(probe.getsockname()[0])
+            if is_on_one_machine or not found[-1].startswith("127."):
+                return found[-1]
+    return found[0] if found else None
+
+
+def _address_for_others() -> str:
+    name = os.environ["MASTER_ADDR"]
+    if (address := own_address(name)) is None:
+        raise LaunchError(
+            f"no address of this machine that other machines reach, and MASTER_ADDR={name}",
+            expected="an IPv4 network between the machines of the job",
+            fix=f"set MASTER_ADDR to this machine's address; or {SURVIVORS_VARIABLE}=0 in all "
+            "processes: then a loss ends the job",
+        )
+    return address
+
+
 _open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
 _CAUSE_TIMEOUT: Seconds = 5.0  # until the worker that others have lost exits: slow with a GPU
 _LEAVING = {TERMINATED, INTERRUPTED}  # exit statuses after a request to stop
 _STOPPED_STATUSES = {*_LEAVING, PEER_LOST}
-_contexts: list[DistContext] = []  # the context that this process's LocalJob gave it
+_contexts: list[DistContext] = []  # the context that this process's launcher gave it
+
+
+def set_context(ctx: DistContext) -> None:
+    """Let this process, a new one of our launchers, take part in a job."""
+    _contexts.append(ctx)
 
 
 def worker_keys() -> WorkerKeys:
@@ -315,7 +390,7 @@ class LocalJob:
             if worker.status and rank not in self._lost
         }
         if self._keeps_survivors:
-            for rank in [rank for rank, status in failed.items() if _is_loss(status)]:
+            for rank in [rank for rank, status in failed.items() if is_loss(status)]:
                 self._accept_loss(rank)
                 del failed[rank]
             if len(self._lost) == self._num_workers:
@@ -392,11 +467,6 @@ class LocalJob:
         return [*self._workers, *coordinator]
 
 
-def _is_loss(status: int) -> bool:
-    """Whether a worker with this exit status was ended by another, and has no error of its own."""
-    return status < 0 or status == FENCED or status in _LEAVING
-
-
 def _has_output(child: Child) -> bool:
     return child.output is not None and child.output.stat().st_size > 0
 
@@ -406,5 +476,5 @@ def _run(work: Callable[[DistContext], None], ctx: DistContext) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         torch.set_num_threads(max(1, num_cores // ctx.world_size))
-    _contexts.append(ctx)
+    set_context(ctx)
     work(ctx)

@@ -1,7 +1,7 @@
 """Preemption notices: after SIGTERM to any process of a job, all processes stop, save and exit.
 
 Where the others can train on, the process that gets it asks the coordinator to leave instead
-(`elastic.py`).
+(`elastic.py`). A notice that the cloud gives its machine is the same (`preemption_notice.py`).
 
 Ctrl-C during a fit that can save is such a notice, too, without a grace period; a second one ends
 the process at once. A thread receives the signal even while training waits in gloo, and publishes
@@ -12,6 +12,7 @@ number, after which all stop. In groups rank 0 ends the samples instead.
 Processes that are still alive after the grace period exit at once.
 """
 
+import logging
 import os
 import select
 import signal
@@ -20,17 +21,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from polyrhythm.errors import PeerError, UserError
+from polyrhythm.preemption_notice import NOTICE_VARIABLE, NoticeWatch
 from polyrhythm.processes import INTERRUPTED, TERMINATED
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.types import Seconds
+from polyrhythm.worker_registry import RunningWorker
 
 _POLL_INTERVAL: Seconds = 0.5  # for a notice to another process
 _CLOSE_TIMEOUT: Seconds = 5.0
 _NOTICE = "a preemption notice"
+
+_logger = logging.getLogger(__name__)
 
 
 class PreemptionHandler:
@@ -59,9 +64,15 @@ class PreemptionHandler:
         self._is_agreed = False  # all workers know the last step
         self._stop_step: int | None = None
         self._closing = threading.Event()
+        self._stack = ExitStack()
+        wanted = os.environ.get(NOTICE_VARIABLE)
+        watch = NoticeWatch(wanted) if wanted else None
+        is_second = bool(_installed)  # of this process: the first one handles SIGTERM
         self._catcher: _SignalCatcher | None = None
         if threading.current_thread() is threading.main_thread():
             self._catcher = _SignalCatcher.new()
+        if not is_second:
+            self._accept_sigterm(watch)
         # Two threads: one that waits for a store that does not answer would miss the signal.
         self._threads = [
             threading.Thread(target=work, name="preemption", daemon=True)
@@ -69,6 +80,18 @@ class PreemptionHandler:
         ]
         for thread in self._threads:
             thread.start()
+
+    def _accept_sigterm(self, watch: NoticeWatch | None) -> None:
+        """Let `polyrhythm leave` and `watch` send SIGTERM, now that something handles it."""
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+            worker = RunningWorker.here(self._store.name_of(self._store.rank))
+            self._stack.enter_context(worker.registered())
+            if watch is not None:
+                watch.start(_act_as_sigterm, _logger.warning)
+                self._stack.callback(watch.close)
+        elif watch is not None:
+            why = "nothing handles SIGTERM, as this is not the main thread"
+            _logger.warning("%s has no effect: %s", NOTICE_VARIABLE, why)
 
     @property
     def is_stop_requested(self) -> bool:
@@ -112,6 +135,7 @@ class PreemptionHandler:
 
     def close(self) -> None:
         self._closing.set()
+        self._stack.close()
         if self._exit_timer is not None:
             self._exit_timer.cancel()
         if self._catcher is not None:
@@ -188,6 +212,12 @@ class PreemptionHandler:
     def _exit_now(self, text: str, status: int) -> None:
         print(text, file=sys.stderr, flush=True)
         os._exit(self.status or status)
+
+
+def _act_as_sigterm(notice: str) -> None:
+    """Let this process do what it does after SIGTERM, whoever handles that."""
+    _logger.warning("a preemption notice for this machine: %s", notice)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class InterruptDelay:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyrhythm.errors import LaunchError, PlanError
 from polyrhythm.plan.plan import Plan
+from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.process_groups import abort, gloo_of, job_mesh, set_timeout
@@ -96,6 +97,14 @@ class JobProcesses:
         # A script may make several Trainers in its process group, one after the other.
         members = Members(tuple(range(self.num_processes)), backend.add(f"{name} {rank}", 1))
         return store.all_gather_object(name, value, members, as_type=as_type)
+
+    def with_coordinator(self) -> DistContext:
+        """Return the context in a job with a coordinator, which is started if there is none."""
+        if self._ctx.coordinator is None:
+            store = self.job_store()
+            check_worker_keys(store, self.members)
+            self._ctx = self._ctx.with_coordinator(store, self.members, self.timeout)
+        return self._ctx
 
     def device_names(self) -> list[str]:
         return [host.device for host in self.hosts()]
@@ -308,6 +317,8 @@ def join_epoch(ctx: DistContext, plan: Plan, worker: Worker, timeout: Seconds) -
     store = JobStore(prefixed("workers", ctx.store), ctx.rank, timeout=timeout)
     # Torch waits in the store for all of them, which no abort can end.
     store.barrier("to connect", Members(tuple(range(ctx.world_size))))
+    # A group that could not connect still counts, and the number is in the keys of the next one.
+    dist.distributed_c10d._world.group_count = 0
     stack.enter_context(ctx.process_group(epoch.connect_timeout(timeout)))
     group = _gloo_of_job()
     set_timeout(group, timeout)
