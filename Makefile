@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check types style structure format wheel clean
+.PHONY: help venv baselines demo test test-all check types style structure format wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,24 @@ $(STAMP): requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+BASELINES := .baselines
+PYTHON311 ?= python3.11
+# An environment of its own: torchft has wheels for x86-64 and Python 3.11 only.
+baselines: $(BASELINES)/.installed ## create .baselines with torchft, which `polyrhythm bench faults` then measures, too
+
+$(BASELINES)/.installed: requirements-baselines.txt
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || { \
+	  echo "error: this is $$(uname -sm)"; \
+	  echo "  expected: Linux x86_64, the only one with wheels of torchft"; \
+	  echo "  fix: none is needed: benchmarks run without baselines, and say what they omit"; exit 2; }
+	@$(PYTHON311) -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { \
+	  echo "error: $(PYTHON311) is not a Python 3.11 with the venv module"; \
+	  echo "  expected: Python 3.11, the only version with wheels of torchft"; \
+	  echo "  fix: make baselines PYTHON311=/path/to/python3.11"; exit 2; }
+	$(PYTHON311) -m venv --clear $(BASELINES)
+	$(BASELINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-baselines.txt
 	@touch $@
 
 demo: $(STAMP) ## train a small GPT on 2 stages x 2 pipelines = 4 processes (ARGS="--steps 20")
@@ -73,6 +91,6 @@ format: $(STAMP) ## format the code and fix what the linter can
 wheel: $(STAMP) ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
-clean: ## remove .venv, caches and build outputs (run folders stay)
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .baselines, caches and build outputs (run folders stay)
+	rm -rf $(VENV) $(BASELINES) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

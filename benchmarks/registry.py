@@ -49,14 +49,28 @@ def names() -> tuple[str, ...]:
 
 
 def run(
-    name: str, *, quick: bool = False, out: Path | None = None, console: "Console | None" = None
+    name: str,
+    *,
+    quick: bool = False,
+    out: Path | None = None,
+    soak: int | None = None,
+    console: "Console | None" = None,
 ) -> "Result":
-    """Measure, print the tables and, as the last line, the result as JSON; save it in `out`."""
+    """Measure, print the tables and, as the last line, the result as JSON; save it in `out`.
+
+    `soak`: the number of random faults of `faults`; None for the usual one.
+    """
     if name not in BENCHMARKS:
         raise UserError(
             f"unknown benchmark {name!r}",
             expected=f"one of {', '.join(names())}",
             fix="polyrhythm bench NAME with one of these names",
+        )
+    if soak is not None and (name != "faults" or soak < 1):
+        raise UserError(
+            f"--soak {soak} for {name}",
+            expected="1 fault or more, for `faults`: no other benchmark has random faults",
+            fix="omit --soak, or use `polyrhythm bench faults --soak 200`",
         )
     if out is not None and out.exists() and not out.is_dir():  # before the measurement
         raise UserError(f"--out {out} is a file", expected="a folder", fix="use another name")
@@ -67,7 +81,8 @@ def run(
     console = console or Console()
     start = time.monotonic()
     module = importlib.import_module(f"benchmarks.{name}.bench")
-    result: Result = module.run(quick=quick, console=console)
+    more = {} if soak is None else {"soak": soak}
+    result: Result = module.run(quick=quick, console=console, **more)
     duration = time.monotonic() - start
     if out is not None:
         path = result.save(out, quick=quick, duration=duration)

@@ -38,6 +38,7 @@ class AverageSetting:
     group_sizes: tuple[int, ...]
     buffer: Bytes
     num_rounds: int  # a warm-up round goes before them
+    methods: tuple[str, ...] = METHODS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ def trials(setting: AverageSetting) -> Iterator[AverageTrial]:
     for round_number in range(setting.num_rounds + 1):
         for size in setting.group_sizes:
             members = tuple(sorted(chance.sample(range(setting.num_workers), size)))
-            for method in chance.sample(METHODS, len(METHODS)):
+            for method in chance.sample(setting.methods, len(setting.methods)):
                 yield AverageTrial(
                     method=method, members=members, round=round_number, number=number
                 )

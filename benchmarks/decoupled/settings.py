@@ -11,7 +11,8 @@ from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 from reproduction.dear.ring import Ring, StepTimes
 
 NO_SYNC, DDP, FSDP2, OURS = "alone", "ddp", "fsdp2", "ours"
-TUNED, HIERARCHICAL = "tuned", "nested"  # ours, too: with a tuned bucket; inside each node first
+# Ours, too: with a tuned bucket; inside each node first; with copies of shards at buddies.
+TUNED, HIERARCHICAL, BUDDIES = "tuned", "nested", "buddies"
 MIB: Bytes = 2**20
 FIRST_GUESS: Bytes = 25 * MIB  # as DDP's
 

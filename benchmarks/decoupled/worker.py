@@ -21,6 +21,7 @@ from torch.optim import SGD, AdamW
 
 from benchmarks.decoupled.collectives import message_time, time_collectives
 from benchmarks.decoupled.settings import (
+    BUDDIES,
     DDP,
     FSDP2,
     HIERARCHICAL,
@@ -40,7 +41,12 @@ from polyrhythm.types import Bytes, BytesPerSecond, Seconds
 
 # DDP and ours order their buckets after the first step: from the third on, all steps are alike.
 _NUM_WARM_UP = 2
-_EQUAL = (DDP, OURS, HIERARCHICAL)  # kinds with equal weights after the same number of steps
+_EQUAL = (
+    DDP,
+    OURS,
+    HIERARCHICAL,
+    BUDDIES,
+)  # kinds with equal weights after the same number of steps
 
 _QUEUE, _LINE = 0x10000, 0x10001  # 1: and 1:1; traffic that no filter sends to 1:1 is not limited
 _BURST = 70_000  # bytes: a packet of 64 KB passes in one piece
@@ -170,13 +176,14 @@ class DecoupledTraining:
         self._optimizer: torch.optim.Optimizer = (
             AdamW(parameters, lr=1e-3) if has_adam else SGD(parameters, lr=0.01, momentum=0.9)
         )
-        if side.kind in (OURS, HIERARCHICAL, TUNED):
+        if side.kind in (OURS, HIERARCHICAL, TUNED, BUDDIES):
             self._optimizer = DistributedOptimizer(
                 self._optimizer,
                 self._layers,
                 side.bucket or "auto",
                 mode=side.mode,
                 node=f"node {dist.get_rank() // setting.node_size}",
+                buddy=side.kind == BUDDIES,
                 timeout=TIMEOUT,
             )
 

@@ -46,6 +46,7 @@ class Result:
     ratios: Mapping[str, float]  # one per bar
     figures: Mapping[str, float] = field(default_factory=dict)
     rows: Sequence[object] = ()  # for the file only
+    failures: Mapping[str, str] = field(default_factory=dict)  # why a ratio is not there, by name
 
     def line(self, *, quick: bool, duration: Seconds) -> str:
         """Return the ratios and figures as one JSON object on one line."""
@@ -66,6 +67,7 @@ class Result:
             "figures": {name: _rounded(value) for name, value in self.figures.items()},
             "quick": quick,
             "seconds": round(duration, 1),
+            **({"failures": dict(self.failures)} if self.failures else {}),
         }
 
 
