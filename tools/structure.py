@@ -27,6 +27,8 @@ _FEATURES = {
     "Hugging Face models, found splits, evaluation, metrics, data loaders": (5_600, 6_600, 7),
     "GPUs: NCCL, float16, recomputed activations, steps that do not wait": (4_700, 7_200, 0),
     "workers may be lost: epochs, copies of shards, state that moves": (4_300, 5_000, 9),
+    "losses in groups, broken links, leaves, every launcher, the simulator's": (4_900, 4_800, 3),
+    "layers are divided anew after a loss": (700, 700, 2),
 }
 MAX_PACKAGE_LINES, MAX_TOTAL_LINES, MAX_RUN_FILES = (
     sum(numbers) for numbers in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)

@@ -27,6 +27,25 @@ from tests.gloo.decoupled import (
 from tests.gloo.pipelines import run_single_process, run_stages
 
 
+def test_learning_rates_can_be_read_after_an_abort_between_backward_and_step(
+    tmp_path: Path,
+) -> None:
+    """A learning rate scheduler reads them; the gradients will not arrive any more."""
+
+    def work(ctx: DistContext) -> list[float]:
+        model = stack()
+        optimizer = wrap_optimizer(model)
+        for step in range(2):
+            loss_of(model, inputs_of(ctx.rank, step)).backward()
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.abort()
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert run_stages(2, work, tmp_path) == [[0.01]] * 2
+
+
 def test_misuse_errors_name_the_fix(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> dict[str, str]:
         model = stack()

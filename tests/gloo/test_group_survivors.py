@@ -8,7 +8,10 @@ import json
 import os
 import signal
 import threading
+import time
+from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +25,9 @@ from polyrhythm.run.averaging.strategies import ModelAveraging
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
-from polyrhythm.run.trainer import fit_loop, sync_tuner
+from polyrhythm.run.trainer import elastic, fit_loop, sync_tuner
 from polyrhythm.run.trainer.config import CheckpointConfig
-from polyrhythm.run.trainer.fit_loop import FitLoop
+from polyrhythm.run.trainer.fit_loop import FitLoop, Phase
 from polyrhythm.run.trainer.sampler import (
     BalancedShareSampler,
     DispatchedSampler,
@@ -33,7 +36,7 @@ from polyrhythm.run.trainer.sampler import (
 from polyrhythm.run.trainer.sync_strategy import DecoupledStrategy
 from polyrhythm.sync.dispatch import SamplerState
 from tests.gloo import faults
-from tests.gloo.faults import Fault, after_own_steps, at_call, both
+from tests.gloo.faults import Fault, after_own_steps, at_call, both, end_this_process
 from tests.gloo.trainer_jobs import BATCH, ScriptedTuner, plan_of, samples, trainer
 from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except
@@ -192,6 +195,109 @@ def test_a_worker_leaves(tmp_path: Path, shape: tuple[int, int], victim: int) ->
     check(found, shape, tmp_path)
 
 
+@pytest.mark.timeout(90)
+@pytest.mark.long
+def test_each_loss_after_steps_is_the_first_one_again(tmp_path: Path) -> None:
+    """Nobody votes in groups: samples that are used show that an epoch was of use."""
+
+    def fault(ctx: DistContext) -> Any:
+        elastic._MAX_FRUITLESS = 2
+        return one_after_the_other(ctx)
+
+    found = train(tmp_path, (1, 3), fault, sync="adaptive", num_steps=60)
+    assert found.keys() == {0}
+    check(found, (1, 3), tmp_path, 60)
+
+
+def one_after_the_other(ctx: DistContext) -> Any:
+    """Kill each process but the first, with time for steps of the others between."""
+    numbers = count(1)
+
+    def callback(info: Any) -> None:
+        time.sleep(0.02)
+        if next(numbers) == 12 * ctx.rank:
+            end_this_process(signal.SIGKILL)
+
+    return callback
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.long
+def test_six_losses_one_after_the_other(tmp_path: Path) -> None:
+    found = train(tmp_path, (1, 7), one_after_the_other, sync="adaptive", num_steps=400)
+    assert found.keys() == {0}
+    check(found, (1, 7), tmp_path, 400)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.long
+def test_a_block_of_steps_that_ends_when_the_epoch_does(tmp_path: Path) -> None:
+    """The thread that ends the samples is slower than the last average."""
+
+    def fault(ctx: DistContext) -> Any:
+        end_samples = Phase.end_samples
+
+        def slow(phase: Phase) -> None:
+            time.sleep(2.0)
+            end_samples(phase)
+
+        Phase.end_samples = slow
+        return after_own_steps(3, 1)(ctx)
+
+    found = train(tmp_path, (1, 3), fault, sync="adaptive")
+    assert found.keys() == {0, 2}
+    check(found, (1, 3), tmp_path)
+
+
+def asked_before_fit(folder: Path, sync: str, num_steps: Sequence[int]) -> list[int]:
+    """Ask process 1 to leave before the last of several fits; return who has made all steps."""
+
+    def work(ctx: DistContext) -> None:
+        with trainer(plan_of(1, 3), sync=sync) as made:
+            for number in num_steps:
+                if number == num_steps[-1] and ctx.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1.2 * (number == num_steps[-1]))  # longer than an epoch would last
+                made.fit(max_steps=number, progress=False)
+        (folder / f"done{ctx.rank}").touch()
+
+    with LocalJob(work, 3, output_folder=folder / "logs", keeps_survivors=True) as job:
+        assert job.wait(_TIMEOUT), "not done in time"
+    return [rank for rank in range(3) if (folder / f"done{rank}").exists()]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("sync", "num_steps"),
+    long_except([("adaptive", (12,)), ("adaptive", (6, 12)), ("auto", (12,))], 0),
+)
+def test_sigterm_before_a_fit_takes_effect_in_it(
+    tmp_path: Path, sync: str, num_steps: tuple[int, ...]
+) -> None:
+    assert asked_before_fit(tmp_path, sync, num_steps) == [0, 2]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.long
+def test_sigterm_during_a_switch_to_groups_takes_effect_there(tmp_path: Path) -> None:
+    def fault(ctx: DistContext) -> Any:
+        sync_tuner.AutoSwitch = partial(ScriptedTuner, ("adaptive",))
+        make_strategy = FitLoop._make_strategy
+
+        def patched(fit: FitLoop, mode: Any) -> Any:
+            if (ctx.rank, mode.name) == (1, "adaptive"):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.3)
+            return make_strategy(fit, mode)
+
+        FitLoop._make_strategy = patched
+        return lambda info: time.sleep(0.1)
+
+    found = train(tmp_path, (1, 3), fault, sync="auto", num_steps=60)
+    assert found.keys() == {0, 2}
+    check(found, (1, 3), tmp_path, 60)
+
+
 POINTS = {
     "before Ready": (Averager, "publish", 3, "before"),
     "after Ready": (Averager, "publish", 3, "sent"),
@@ -261,7 +367,7 @@ def test_a_second_loss_while_the_survivors_connect(tmp_path: Path, point: str) -
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_process_is_lost_and_ends_when_it_wakes(tmp_path: Path, victim: int) -> None:
     fault, pid_file = after_own_steps(3, victim, how=signal.SIGSTOP), tmp_path / "pid"
-    timeouts = LossTimeouts(min_heartbeat=1.0, max_heartbeat=1.5)
+    timeouts = LossTimeouts(min_heartbeat=5.0, max_heartbeat=5.0)
 
     def noting(ctx: DistContext) -> Any:
         if ctx.rank == victim:

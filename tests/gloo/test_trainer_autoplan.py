@@ -281,7 +281,7 @@ def test_measured_stage_recomputes_if_its_memory_limit_requires_it() -> None:
         for choice in ("auto", "always"):
             device = DeviceConfig("cpu", memory_limit=limit, recompute=choice)
             chosen = config(batch_size=64, microbatch_size=64, device=device)
-            processes = SimpleNamespace(num_processes=1, ctx=None)
+            processes = SimpleNamespace(num_processes=1, ctx=SimpleNamespace(keeps_survivors=False))
             plan = AutoPlanner(chosen, whole, samples(), processes)._search_plan(here)
             found[limit is None, choice] = plan.recompute
     assert found == {
@@ -338,6 +338,7 @@ def planned() -> Plan:
         ({"model": "another"}, False),
         ({"batch": 16}, False),
         ({"sync": "groups"}, False),
+        ({"buddy": False}, False),
     ],
 )
 def test_cached_plan_is_reused_only_for_the_same_job(

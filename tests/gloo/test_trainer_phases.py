@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
-from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.run.averaging.strategies import GradientAveraging
@@ -19,6 +26,7 @@ from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer import sync_tuner
 from polyrhythm.run.trainer.config import DeviceConfig
+from polyrhythm.run.trainer.fit_loop import Phase
 from polyrhythm.sinks.metrics import StepInfo
 from tests.gloo.trainer_jobs import BATCH, ScriptedTuner, plan_of, run_job, trainer
 
@@ -124,6 +132,39 @@ def test_lr_scheduler_continues_across_checkpoint_and_fits(
         assert made.restore() == 6
         parts += made.fit(max_steps=12).losses
     assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: MultiStepLR(optimizer, [4, 8], gamma=0.1),
+        lambda optimizer: OneCycleLR(optimizer, max_lr=3e-2, total_steps=20),
+        lambda optimizer: SequentialLR(
+            optimizer, [LinearLR(optimizer), CosineAnnealingLR(optimizer, 20)], [4]
+        ),
+    ],
+)
+def test_lr_scheduler_goes_back_with_samples_that_are_not_used_any_more(
+    monkeypatch: pytest.MonkeyPatch, schedule: Callable[[Any], LRScheduler]
+) -> None:
+    seen, phases = list[dict[str, Any]](), list[Phase]()
+    with trainer(plan_of(1, 1), lr_schedule=schedule) as made:
+        make = Phase.__init__
+
+        def noting(phase: Phase, *args: Any) -> None:
+            make(phase, *args)
+            phases.append(phase)
+
+        def scheduled() -> dict[str, Any]:
+            (group,) = made._progress.optimizer.param_groups
+            return {name: value for name, value in group.items() if name != "params"}
+
+        monkeypatch.setattr(Phase, "__init__", noting)
+        made.fit(max_steps=2)
+        made.fit(max_steps=12, callbacks=[lambda info: seen.append(scheduled())])
+        for step in (7, 9, 3, 12):
+            phases[-1].set_lr_scheduler(step)
+            assert scheduled() == seen[step - 3]
 
 
 def test_lr_scheduler_that_cannot_be_saved_is_rejected_at_the_start(tmp_path: Path) -> None:

@@ -1,28 +1,32 @@
 """Workers of a Trainer's job are lost: the others go on, with the same steps and results."""
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from polyrhythm.errors import WorkerError
-from polyrhythm.processes import TERMINATED
+from polyrhythm.processes import TERMINATED, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
-from polyrhythm.run.trainer import checkpointer
+from polyrhythm.run.trainer import checkpointer, elastic
 from polyrhythm.run.trainer import trainer as trainer_module
 from polyrhythm.run.trainer.config import CheckpointConfig, DeviceConfig
 from polyrhythm.run.trainer.fit_loop import BufferCopies
 from tests.gloo import faults
+from tests.gloo.checkpoint_faults import mount_small_disk
 from tests.gloo.faults import Fault, after_step, both
 from tests.gloo.trainer_jobs import fit, plan_of, samples, trainer
 from tests.gloo.transport_peers import wait_until
@@ -159,11 +163,67 @@ def test_a_loss_during_a_checkpoint(tmp_path: Path) -> None:
     assert len(complete) == 3, complete
 
 
+@pytest.mark.long
+def test_a_loss_during_a_checkpoint_for_which_the_disk_is_full(tmp_path: Path) -> None:
+    """When there is space again, the survivors save complete checkpoints."""
+    disk, shape = tmp_path / "run/checkpoints", (2, 2)
+    disk.mkdir(parents=True)
+
+    def full_disk(ctx: DistContext) -> Any:
+        def callback(info: Any) -> None:
+            if (info.step, ctx.rank) == (4, 0):  # a spare after the loss
+                with contextlib.suppress(OSError), (disk / "other").open("wb", 0) as other:
+                    while True:
+                        other.write(bytes(1024))
+            elif (info.step, ctx.rank) == (7, 2):
+                assert os.statvfs(disk).f_bavail == 0
+                (disk / "other").unlink()
+
+        return callback
+
+    def work() -> None:
+        if (problem := mount_small_disk(disk, "512k")) is not None:
+            (tmp_path / "problem").write_text(problem)
+            return
+        fault = both(full_disk, faults.during_checkpoint(1))
+        options = {"run_dir": tmp_path / "run", "checkpoint": CheckpointConfig(every=3)}
+        check(train(tmp_path, shape, fault, sync="all_reduce", **options), shape, tmp_path)
+        complete = sorted(path.name for path in disk.iterdir())
+        assert complete == [f"step-{step:08}" for step in (3, 9, 12)]
+
+    child = Child(work, output=tmp_path / "output.txt")
+    assert child.wait(_TIMEOUT) == 0, (tmp_path / "output.txt").read_text()
+    if (tmp_path / "problem").exists():
+        pytest.skip(f"no small disk: {(tmp_path / 'problem').read_text()}")
+
+
 @pytest.mark.parametrize("point", long_except(["while_joining", "after_joining"], 1))
 def test_a_second_loss_while_the_survivors_connect(tmp_path: Path, point: str) -> None:
     fault = both(after_step(4, 1), getattr(faults, point)(2))
     found = train(tmp_path, (1, 4), fault, sync="all_reduce")
     assert found.keys() == {0, 3}
+    check(found, (1, 4), tmp_path)
+
+
+@pytest.mark.long
+def test_one_survivor_alone_fails_to_connect(tmp_path: Path) -> None:
+    """Torch counts groups, also failed ones, and the number is in the keys of the next one."""
+    killed = after_step(4, 1)
+
+    def fault(ctx: DistContext) -> Any:
+        numbers = count()
+
+        class Failing(distributed_c10d.ProcessGroupGloo):
+            def __init__(self, store: Any, rank: int, size: int, **more: Any) -> None:
+                super().__init__(store, rank, size, **more)
+                if (ctx.rank, size) == (2, 3) and next(numbers) == 0:
+                    raise RuntimeError("connect timeout")
+
+        distributed_c10d.ProcessGroupGloo = Failing
+        return killed(ctx)
+
+    found = train(tmp_path, (1, 4), fault, sync="all_reduce")
+    assert found.keys() == {0, 2, 3}
     check(found, (1, 4), tmp_path)
 
 
@@ -183,6 +243,27 @@ def test_a_spare_becomes_a_worker_again(tmp_path: Path, sync: str) -> None:
     assert found[0].steps != list(range(NUM_STEPS))
     found[0] = found[0]._replace(steps=list(range(NUM_STEPS)))
     check(found, (2, 3), tmp_path)
+
+
+@pytest.mark.long
+def test_a_spare_outlives_many_epochs(tmp_path: Path) -> None:
+    """It does not vote, but learns of each epoch that it had commits."""
+
+    def fault(ctx: DistContext) -> Any:
+        elastic._MAX_FRUITLESS = 1
+        return both(after_step(3, 1), after_step(7, 3))(ctx)
+
+    found = train(tmp_path, (2, 3), fault, sync="all_reduce")
+    assert found.keys() == {4, 5}  # processes 0 and 2 are spares until the end
+    check(found, (2, 3), tmp_path)
+
+
+def test_a_second_loss_while_state_moves(tmp_path: Path) -> None:
+    """What was made to receive the state is gone in the next epoch, which makes it again."""
+    moving = faults.at_call(trainer_module, "reshard", 0, 3)
+    found = train(tmp_path, (1, 4), both(after_step(4, 1), moving), sync="decoupled")
+    assert found.keys() == {0, 2}
+    check(found, (1, 4), tmp_path)
 
 
 def test_a_spare_that_could_not_join_has_still_no_state(tmp_path: Path) -> None:

@@ -75,8 +75,9 @@ def trainer(plan: Plan, **more: Any) -> Trainer:
     }
     dataset = options.pop("dataset", None) or samples()
     loss_fn = options.pop("loss_fn", mse_loss)
-    optimizer_fn = partial(torch.optim.AdamW, lr=1e-2)
-    return Trainer(model, loss_fn, optimizer_fn, dataset, plan=plan, **options)
+    optimizer_fn = options.pop("optimizer_fn", partial(torch.optim.AdamW, lr=1e-2))
+    whole = options.pop("model", model)
+    return Trainer(whole, loss_fn, optimizer_fn, dataset, plan=plan, **options)
 
 
 def run_job(

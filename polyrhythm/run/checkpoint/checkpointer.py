@@ -57,6 +57,7 @@ from polyrhythm.sinks.jsonl import EventLog
 from polyrhythm.types import Seconds
 
 _NICENESS = 10  # of the writing thread: training has priority
+_MARKER = ".in-use-"  # of a file in the folder, by which all stages see that they share it
 
 
 class Checkpointer:
@@ -288,21 +289,21 @@ class Checkpointer:
 
     def _open_folder(self) -> None:
         """Remove leftovers of a killed run; check that all stages see the same folder."""
-        marker = self.folder / ".in-use"
 
         def mark_folder() -> str:
-            token = os.urandom(8).hex()
+            name = f"{_MARKER}{os.urandom(8).hex()}"
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 folders.remove_leftovers(self.folder)
-                marker.write_text(token)
+                for old in self.folder.glob(f"{_MARKER}*"):
+                    old.unlink()
+                (self.folder / name).touch()  # empty: survivors of a loss may find a full disk
             except OSError as error:
                 raise self._not_shared(f"stage 0 cannot write there: {error.strerror}") from None
-            return token
+            return name
 
-        token = self._store.run_on_leader("open", mark_folder, self._members)
-        sees = marker.exists() and marker.read_text() == token
-        all_see = self._store.all_gather_object("seen", sees, self._members)
+        marker = self.folder / self._store.run_on_leader("open", mark_folder, self._members)
+        all_see = self._store.all_gather_object("seen", marker.exists(), self._members)
         if not all(all_see):
             stage = all_see.index(False)
             raise self._not_shared(f"stage {stage} does not see what stage 0 writes there")

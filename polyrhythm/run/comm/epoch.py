@@ -4,13 +4,19 @@ In a job whose workers may be lost, training waits in gloo, NCCL or the store fo
 gone, or for one that waits for that worker itself. Another thread learns of the loss: `end` then
 aborts all process groups of the epoch, and every wait in the store raises. What the process makes
 afterwards belongs to the next epoch. Outside of such jobs there is one epoch, which never ends.
+
+A broken connection of gloo wakes who waits for a message that has not begun, but not who waits for
+one in transfer: large messages over slow networks nearly always are. So gloo is waited for in a
+thread of its own (`wait`), which is left alone when the epoch ends; it ends after its timeout.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +27,7 @@ from polyrhythm.types import Seconds
 # To connect, all members of an epoch come at once: one that does not is lost, and no abort can
 # end the wait of gloo for its address.
 _CONNECT_TIMEOUT: Seconds = 20.0
+_T = TypeVar("_T")
 
 
 class GroupHosting(NamedTuple):
@@ -48,6 +55,7 @@ class Epoch:
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._kept: list[dist.ProcessGroup] = []
         self._on_end: list[weakref.WeakMethod[Callable[[PeerError], None]]] = []
+        self._waits: set[Future[Any]] = set()
 
     def connect_timeout(self, timeout: Seconds) -> Seconds:
         """Return the longest wait for the other members of a new group."""
@@ -72,26 +80,62 @@ class Epoch:
             with self._lock:
                 self._on_end.append(weakref.WeakMethod(function))
 
+    def wait(self, function: Callable[[], _T]) -> _T:
+        """Return what `function` returns, which waits in gloo; raise the error if the epoch ends.
+
+        What it receives into must not be used again after that error.
+        """
+        if not self.connects_at_once:  # other epochs do not end
+            return function()
+        over = Future[_T]()
+
+        def run() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                _settle(over.set_exception, error)
+            else:
+                _settle(over.set_result, result)
+
+        with self._lock:
+            self._waits.add(over)
+        try:
+            self.check()
+            threading.Thread(target=run, name="gloo", daemon=True).start()
+            return over.result()
+        finally:
+            with self._lock:
+                self._waits.discard(over)
+
     def check(self) -> None:
         """Raise the error of the epoch if it has ended."""
         if self._error is not None:
-            raise PeerError(
-                self._error.peer,
-                action=self._error.action,
-                waited=self._error.waited,
-                cause=self._error.cause,
-            )
+            raise _copy_of(self._error)
 
     def end(self, error: PeerError, abort: Callable[[dist.ProcessGroup], None]) -> None:
         """End all waits of this epoch with an error; `abort` ends those in a group."""
         with self._lock:
             self._error = self._error or error
             groups, functions = list(self._groups), [method() for method in self._on_end]
+            waits = list(self._waits)
         for function in functions:
             if function is not None:
                 function(error)
         for group in groups:
             abort(group)
+        for wait in waits:  # nothing is received any more
+            _settle(wait.set_exception, _copy_of(self._error))
+
+
+def _copy_of(error: PeerError) -> PeerError:
+    """Return the error without its traceback, whose frames would keep sockets open."""
+    return PeerError(error.peer, action=error.action, waited=error.waited, cause=error.cause)
+
+
+def _settle(settle: Callable[[_T], None], outcome: _T) -> None:
+    """Give a wait its outcome, unless the other one was first: its function, or the epoch's end."""
+    with contextlib.suppress(InvalidStateError):
+        settle(outcome)
 
 
 _current = Epoch()

@@ -41,6 +41,7 @@ NUM_FIRST_STEPS = 2  # others notice in the second one that the first update has
 NUM_SOCKETS = 2
 _MIN_SPLIT: Bytes = 4 * 2**20  # of a message that travels in several sockets
 _UNUSED_TAG, INTERFACES = 2**30, "GLOO_SOCKET_IFNAME"  # of the environment, as torch reads it
+_MAX_CLOSES = 1000  # of one connection, each after a millisecond
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 
 
@@ -124,7 +125,7 @@ class Replicas:
                 if tensor.numel():
                     first = tensor.detach().cpu().contiguous()
                     raw = first.view(-1).view(torch.uint8)  # gloo does not support every dtype
-                    self.group.broadcast(raw, 0).wait()
+                    current_epoch().wait(self.group.broadcast(raw, 0).wait)
                     tensor.copy_(first)
 
 
@@ -396,11 +397,11 @@ def check_member(group: dist.ProcessGroup | None) -> None:
 
 
 def send(group: dist.ProcessGroup, tensor: Tensor, to: int, *, tag: int) -> None:
-    group.send([tensor], to, tag).wait()
+    current_epoch().wait(group.send([tensor], to, tag).wait)
 
 
 def receive(group: dist.ProcessGroup, tensor: Tensor, sender: int, *, tag: int) -> None:
-    group.recv([tensor], sender, tag).wait()
+    current_epoch().wait(group.recv([tensor], sender, tag).wait)
 
 
 def all_reduce(
@@ -408,12 +409,12 @@ def all_reduce(
 ) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(operation)
-    group.allreduce([tensor], options).wait()
+    current_epoch().wait(group.allreduce([tensor], options).wait)
 
 
 def all_gather(group: dist.ProcessGroup, tensor: Tensor) -> list[Tensor]:
     outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([outputs], [tensor]).wait()
+    current_epoch().wait(group.allgather([outputs], [tensor]).wait)
     return outputs
 
 
@@ -447,7 +448,18 @@ def abort(group: dist.ProcessGroup) -> None:
     num_devices = max(NUM_SOCKETS, os.environ.get(INTERFACES, "").count(",") + 1)
     for other, number in itertools.product(range(group.size()), range(num_devices)):
         if other != group.rank():
-            with contextlib.suppress(RuntimeError):
-                unused = torch.empty(1, dtype=torch.uint8)
-                received = group.recv([unused], other, _UNUSED_TAG + number)
-                received.wait(timedelta(milliseconds=1))
+            _close_connection(group, other, _UNUSED_TAG + number)
+
+
+def _close_connection(group: dist.ProcessGroup, other: int, tag: int) -> None:
+    """Close a connection, until a receive cannot be posted any more.
+
+    Gloo skips a connection that its own thread is using at the moment of the timeout.
+    """
+    for _ in range(_MAX_CLOSES):
+        try:
+            received = group.recv([torch.empty(1, dtype=torch.uint8)], other, tag)
+        except RuntimeError:
+            return
+        with contextlib.suppress(RuntimeError):
+            received.wait(timedelta(milliseconds=1))

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import NUM_SOCKETS, abort, split_message
 from polyrhythm.types import AUTO, Bytes, Seconds
 
@@ -262,7 +263,11 @@ class GlooCollectives:
 
 
 class _GroupMessages:
-    """The messages of one collective in a gloo group; the wait ends when all have arrived."""
+    """The messages of one collective in a gloo group; the wait ends when all have arrived.
+
+    An empty message follows each: a lost peer ends the wait for it, but not that for a message in
+    transfer.
+    """
 
     def __init__(
         self,
@@ -278,14 +283,20 @@ class _GroupMessages:
     def receive(self, peer: int, into: Tensor, *, tag: int, shard: int) -> None:
         with peer_errors(self._names[peer], "averaging"):  # fails at once if the peer is lost
             for part, own_tag in split_message(into, tag, self._num_sockets):
-                self._works.append((peer, self._group.recv([part], peer, own_tag)))
+                content = self._group.recv([part], peer, own_tag)
+                end = self._group.recv([part.new_empty(0)], peer, own_tag)
+                self._works += [(peer, end), (peer, content)]
 
     def send(self, peer: int, tensor: Tensor, *, tag: int) -> None:
         with peer_errors(self._names[peer], "averaging"):
             for part, own_tag in split_message(tensor, tag, self._num_sockets):
-                self._works.append((peer, self._group.send([part], peer, own_tag)))
+                for sent in (part, part.new_empty(0)):
+                    self._works.append((peer, self._group.send([sent], peer, own_tag)))
 
     def wait(self) -> None:
+        current_epoch().wait(self._wait)
+
+    def _wait(self) -> None:
         try:
             for peer, work in self._works:
                 with peer_errors(self._names[peer], "averaging"):

@@ -236,7 +236,7 @@ class DistributedOptimizer(Optimizer):
             lambda: stage is not None and stage.is_loss_scaled,
             lambda: self._step_supports_amp_scaling,
         )
-        self._is_updating = False
+        self._is_updating = self._is_aborted = False
         self._autotuner: BucketAutotuner | None = None
         self._modes = allowed_modes(mode, has_hierarchy=self._collectives.has_hierarchy)
         self._is_auto = bucket_bytes == "auto" and (stage is None or len(ranks) > 1)
@@ -293,7 +293,7 @@ class DistributedOptimizer(Optimizer):
         After backward, reading them waits for the gradients, which a GradScaler reads here. Before
         the first backward they hold the whole parameters.
         """
-        if self._gradient_sync.has_gradients:
+        if self._gradient_sync.has_gradients and not self._is_aborted:
             self._average()
         return self._inner.param_groups
 
@@ -749,6 +749,7 @@ class DistributedOptimizer(Optimizer):
 
         Parameters and gradients may be those of different steps.
         """
+        self._is_aborted = True
         self._remove_hooks()
         self._collectives.comm_thread.abort()
         if (

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyrhythm.errors import PeerError, TrainingError, peer_errors
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, abort, all_gather, set_timeout
 from polyrhythm.run.decoupled.buckets import (
     ParameterOrder,
@@ -114,7 +115,7 @@ def _reshard(
     group: dist.ProcessGroup,
     timeout: Seconds,
 ) -> int:
-    messages = _Messages(group, timeout)
+    messages = StateMessages(group, timeout)
     parameters = _parameters_of(next(iter(offered.values()), new))
     offers = {epoch: _offer_of(optimizer) for epoch, optimizer in offered.items()}
     introduction = _Introduction(
@@ -150,7 +151,7 @@ def _reshard(
 
 
 def _post_segments(
-    messages: "_Messages",
+    messages: "StateMessages",
     held: "_HeldPieces",
     target: "_Target",
     tables: Sequence[_Table],
@@ -187,7 +188,7 @@ def _post_segments(
 
 
 def _post_other_tensors(
-    messages: "_Messages",
+    messages: "StateMessages",
     model: nn.Module,
     old: Optimizer | None,
     new: Optimizer | None,
@@ -208,7 +209,7 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Messages:
+class StateMessages:
     """The messages of one call; all members post the same ones, in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: Seconds) -> None:
@@ -239,6 +240,9 @@ class _Messages:
 
     def wait(self) -> None:
         """Wait for all that was posted."""
+        current_epoch().wait(self._wait)
+
+    def _wait(self) -> None:
         for peer, work, received, copied in self._works:
             with peer_errors(_name_of(peer), _ACTION):
                 work.wait(self._timeout)
@@ -351,7 +355,7 @@ class _Target:
         torch.autograd.graph.increment_version(self._parameters)  # the flat views have their own
         own_groups = self._new.param_groups
         groups = [
-            {key: _like(from_summary(value), own.get(key)) for key, value in group.items()}
+            {key: like_own(from_summary(value), own.get(key)) for key, value in group.items()}
             for group, own in zip(options, own_groups, strict=True)
         ]
         if self._shards:
@@ -498,7 +502,7 @@ def _form_of(parameters: Sequence[nn.Parameter]) -> str:
     return hashlib.blake2b(repr(shown).encode(), digest_size=8).hexdigest() if shown else ""
 
 
-def _like(value: Any, own: Any) -> Any:
+def like_own(value: Any, own: Any) -> Any:
     """Return a received option in the type of the own one."""
     if isinstance(value, list) and isinstance(own, tuple):
         return tuple(value)

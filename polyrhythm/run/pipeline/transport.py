@@ -50,6 +50,7 @@ from polyrhythm.errors import (
     peer_errors,
     short_cause,
 )
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import (
     abort,
     all_gather,
@@ -74,6 +75,7 @@ _ALIGNMENT: Bytes = 64
 # `Outbox.drain` have the real timeout. A peer that dies closes its connections, noticed at once.
 _WAIT_TIMEOUT = timedelta(days=1)
 _JOIN_TIMEOUT: Seconds = 5.0  # for a thread without work
+_ABORT_TIMEOUT: Seconds = 0.5  # for one that the end of its connections wakes, or nothing does
 _MAX_TIMED = 64  # the latest messages over NCCL whose times are kept
 _NUM_TAGS = 2**20  # more than are ever in flight at once
 _M = TypeVar("_M")  # what a box's thread waits for
@@ -250,6 +252,7 @@ class _Box(Generic[_M]):
         self.route = route
         self._local_error: Exception | None = None  # of this process, such as out of memory
         self._changed = threading.Condition()
+        current_epoch().on_end(self.fail)
         self._queue: queue.SimpleQueue[_M | None] = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(route.device) if route.device.type == "cuda" else None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -263,19 +266,26 @@ class _Box(Generic[_M]):
     def _wait_for_messages(self) -> None:
         raise NotImplementedError
 
+    def fail(self, error: PeerError) -> None:
+        """End all waits for messages, when the thread may still wait for one in transfer."""
+        raise NotImplementedError
+
     def finish_on_device(self) -> None:
         """Wait until the GPU has passed all messages; raises PeerError."""
         if self._stream is not None:
             action = f"passing the last messages with {self.route.peer}"
             run_bounded(self._stream.synchronize, timeout=self.route.timeout, action=action)
 
-    def close(self) -> None:
-        """End the thread and free unused messages; none may be pending, except after a failure."""
+    def close(self, timeout: Seconds = _JOIN_TIMEOUT) -> None:
+        """End the thread and free unused messages; none may be pending, except after a failure.
+
+        `timeout`: of the wait for the thread, which may not end before its message does.
+        """
         self._queue.put(None)
-        self._thread.join(_JOIN_TIMEOUT)
+        self._thread.join(timeout)
         self._local_error = None  # its traceback references messages
-        if not self._thread.is_alive():  # after a failure the queue may still hold messages
-            self._queue = queue.SimpleQueue()
+        self._queue = queue.SimpleQueue()  # after a failure it may still hold messages
+        self._queue.put(None)
 
 
 class Inbox(_Box[_Posted]):
@@ -347,11 +357,16 @@ class Inbox(_Box[_Posted]):
                     tensor.record_stream(stream)
         return tensors, transfer
 
-    def close(self) -> None:
-        super().close()
+    def close(self, timeout: Seconds = _JOIN_TIMEOUT) -> None:
+        super().close(timeout)
         with self._changed:
             self._expected.clear()
             self._arrived.clear()
+
+    def fail(self, error: PeerError) -> None:
+        with self._changed:
+            self._failure = self._failure or error.cause
+            self._changed.notify_all()
 
     def _post(self) -> None:
         """Post receives up to the window; called by either thread, which holds the lock."""
@@ -567,6 +582,11 @@ class Outbox(_Box[tuple[str, Tensor, Callable[[], object]]]):
                     break
                 self._changed.wait(timeout - waited)
             self._raise_failure(time.perf_counter() - start)
+
+    def fail(self, error: PeerError) -> None:
+        with self._changed:
+            self._failure = self._failure or ("a message", error.cause)
+            self._changed.notify_all()
 
     def _start_send(self, buffer: Tensor, tag: int) -> Callable[[], object]:
         """Start a send; return a function that waits for its end."""
@@ -813,7 +833,7 @@ class Connections:
         while len(self._sent_data) > most:
             stage, _, work = self._sent_data.popleft()
             with peer_errors(self.name(stage), "sending a batch"):
-                work.wait()
+                current_epoch().wait(work.wait)
 
     def quickest_sends(self, kind: MicrobatchKind) -> list[Seconds | None]:
         """Return the times over NCCL of activations and of gradients, to the neighbours."""
@@ -907,7 +927,7 @@ def _abort(
     if header_thread is not None:
         header_thread.join(_JOIN_TIMEOUT)  # it must not post a receive in a closed inbox
     for box in boxes:
-        box.close()
+        box.close(_ABORT_TIMEOUT)
 
 
 class _HeaderThread(threading.Thread):

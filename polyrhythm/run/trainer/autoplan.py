@@ -9,14 +9,14 @@ and plan in the run folder, for the next start of the same job. Random states ar
 afterwards: training is the same with and without measurements.
 """
 
+import contextlib
 import copy
 import logging
 import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -34,9 +34,10 @@ from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import Layer, ModelProfile, blocks_with_parameters
 from polyrhythm.describe.pairs import disjoint_rounds, round_robin_pairs
 from polyrhythm.describe.units import parse
-from polyrhythm.errors import PlanError
+from polyrhythm.errors import PlanError, UserError
 from polyrhythm.plan.all_devices import plan_all_devices
 from polyrhythm.plan.degrees import Degrees
+from polyrhythm.plan.inputs import planned_inputs, problem_of
 from polyrhythm.plan.options import PlanOptions, TrainingJob
 from polyrhythm.plan.partition import StageMemoryLimit, partition_within_memory
 from polyrhythm.plan.plan import PLAN_VARIABLE, PipelinePlan, Plan, Sources, even_plan
@@ -55,7 +56,14 @@ from polyrhythm.run.profile.profile import (
 from polyrhythm.run.trainer.check_model import first_samples
 from polyrhythm.run.trainer.config import DeviceConfig, TrainerConfig
 from polyrhythm.run.trainer.rank_assignment import JobProcesses, device_of_process
-from polyrhythm.run.trainer.run_dir import CLUSTER, PROFILE, PlanKey, load_cached_plan, save_plan
+from polyrhythm.run.trainer.run_dir import (
+    CLUSTER,
+    PLAN,
+    PROFILE,
+    PlanKey,
+    load_cached_plan,
+    save_plan,
+)
 from polyrhythm.run.trainer.sampler import GlobalBatch
 from polyrhythm.types import AUTO, Bytes, Seconds
 
@@ -77,38 +85,44 @@ def choose_plan(
     model: nn.Module,
     dataset: Any,
     processes: JobProcesses,
-) -> Plan:
+) -> tuple[Plan, Problem | None]:
     """Return the configured plan, or one from measurements, or one stage per replica.
 
-    Measurements tell which stages recompute; the configuration may say all or none.
+    Measurements tell which stages recompute; the configuration may say all or none. On rank 0 also
+    return the problem that the plan solves, if it is known.
     """
-    plan = _choose_plan(config, model, dataset, processes)
-    if config.device.recompute == AUTO:
-        return plan
-    return replace(plan, recompute=(config.device.recompute == "always",) * plan.num_stages)
+    plan, problem = _choose_plan(config, model, dataset, processes)
+    if config.device.recompute != AUTO:
+        recompute = (config.device.recompute == "always",) * plan.num_stages
+        plan = replace(plan, recompute=recompute)
+    return plan, problem
 
 
 def _choose_plan(
     config: TrainerConfig, model: nn.Module, dataset: Any, processes: JobProcesses
-) -> Plan:
+) -> tuple[Plan, Problem | None]:
     source = os.environ.get(PLAN_VARIABLE, AUTO) if config.plan == AUTO else config.plan
     degrees = _chosen_degrees(config, source)
     if source != AUTO:
-        return _given_plan(source, config.split, model)
+        plan = _given_plan(source, config.split, model)
+        is_needed = processes.ctx.keeps_survivors and processes.ctx.rank == 0
+        return plan, _given_problem(plan, source) if is_needed else None
     if config.batch_size is None:
         raise _missing_batch_size()
-    plan, num_stages, num_processes = None, None, processes.num_processes
+    num_stages, num_processes = None, processes.num_processes
     if degrees.are_given:
         num_stages, num_pipelines = degrees.complete(num_processes)
         _check_splittable(config.split, model, num_stages)
         num_blocks = len(layer_blocks(config.split, model))
         even_plan(num_layers=num_blocks, num_stages=num_stages, num_pipelines=num_pipelines)
     if num_processes > 1 and not processes.are_joined and num_stages != 1:
-        plan = AutoPlanner(config, model, dataset, processes, num_stages).plan()
-    if plan is None and num_stages is not None:
-        return _partitioned_plan(config, model, processes, num_stages)
+        planner = AutoPlanner(config, model, dataset, processes, num_stages)
+        if (found := planner.plan()) is not None:
+            return found, planner.problem
+    if num_stages is not None:
+        return _partitioned_plan(config, model, processes, num_stages), None
     num_layers = config.split.num_layers(model)
-    return plan or even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes)
+    return even_plan(num_layers=num_layers, num_stages=1, num_pipelines=num_processes), None
 
 
 def _chosen_degrees(config: TrainerConfig, source: Plan | Path | str) -> Degrees:
@@ -162,6 +176,19 @@ def _given_plan(source: Plan | Path | str, split: LayerSplit, model: nn.Module) 
     return plan
 
 
+def _given_problem(plan: Plan, source: Plan | Path | str) -> Problem | None:
+    """Return the problem that a given plan solves; None if it does not name its inputs."""
+    if plan.sources is None:
+        return None
+    file = None if isinstance(source, Plan) else Path(source)
+    try:
+        cluster, profile = planned_inputs(plan, file, cluster=None, profile=None)
+        return problem_of(plan, cluster, profile)
+    except UserError as error:
+        _logger.info("what the plan was made from is not known: %s", error.wrong)
+        return None
+
+
 def choose_global_batch(config: TrainerConfig, plan: Plan) -> GlobalBatch:
     """Return the global batch: sizes from the arguments, then from the plan, then defaults."""
     size = config.batch_size or plan.batch
@@ -196,6 +223,14 @@ def _missing_batch_size() -> PlanError:
         expected="the number of samples per step, summed over all pipelines",
         fix="pass Trainer(..., batch_size=64), or a plan with a batch size",
     )
+
+
+def planner_sync(config: TrainerConfig) -> str:
+    """Return the planner's name of the sync mode."""
+    mode = config.sync.first_mode
+    if mode.decoupled:
+        return Sync.DECOUPLED.value
+    return (Sync.ALL_REDUCE if mode.exact else Sync.GROUPS).value
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -288,7 +323,7 @@ def count_parameters(
     return work, needed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AutoPlanner:
     """Makes the plan of one job; every process of the job makes it and calls `plan`."""
 
@@ -297,6 +332,7 @@ class AutoPlanner:
     dataset: Any
     processes: JobProcesses
     num_stages: int | None = None  # None: the planner chooses
+    problem: Problem | None = field(default=None, init=False)  # on rank 0, that the plan solves
 
     def plan(self) -> Plan | None:
         """Return the same plan in all processes; None if nothing need be measured.
@@ -349,14 +385,6 @@ class AutoPlanner:
         return memory_limit(self.config.device)
 
     @property
-    def _sync(self) -> str:
-        """The planner's name of the sync mode."""
-        mode = self.config.sync.first_mode
-        if mode.decoupled:
-            return Sync.DECOUPLED.value
-        return (Sync.ALL_REDUCE if mode.exact else Sync.GROUPS).value
-
-    @property
     def _model_name(self) -> str:
         """The name of the model in the plan cache: its type and size."""
         num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -394,11 +422,26 @@ class AutoPlanner:
             model=self._model_name,
             batch=self._batch_size,
             microbatch_size=self.config.microbatch_size,
-            sync=self._sync,
+            sync=planner_sync(self.config),
             num_stages=self.num_stages,
             recompute=self.config.device.recompute,
+            buddy=self._buddy,
         )
-        return load_cached_plan(self.config.run_dir, key)
+        plan = load_cached_plan(self.config.run_dir, key)
+        if plan is not None:
+            file = self.config.run_dir / PLAN
+            with contextlib.suppress(
+                UserError
+            ):  # they are gone: it is planned for them all the same
+                self.problem = self._problem_of(
+                    *planned_inputs(plan, file, cluster=None, profile=None)
+                )
+        return plan
+
+    @property
+    def _buddy(self) -> bool:
+        """Whether each shard of the optimizer's state has a copy, if the job is decoupled."""
+        return self.config.sync.buddy and self.processes.ctx.keeps_survivors
 
     def _probe_cluster(self) -> Cluster | None:
         """Measure devices and links; returns the cluster on rank 0, None elsewhere."""
@@ -435,24 +478,27 @@ class AutoPlanner:
             microbatch_size=sizes[0],
             layers=profile_layers(config, model, self.dataset, sizes=sizes, device=self._device),
         )
+        self.problem = problem = self._problem_of(cluster, profile)
+        plan = plan_all_devices(problem, layer_blocks=layer_blocks(config.split, model))
+        buddy = problem.job.buddy
+        plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE, buddy=buddy))
+        if self.config.run_dir is not None:
+            save_plan(self.config.run_dir, cluster, profile, plan)
+        return plan
+
+    def _problem_of(self, cluster: Cluster, profile: ModelProfile) -> Problem:
+        config = self.config
         job = TrainingJob(
             batch_size=self._batch_size,
-            sync=self._sync,
+            sync=planner_sync(config),
             microbatch_size=config.microbatch_size,
             schedule=config.schedule,
             num_stages=self.num_stages,
             recompute=config.device.recompute,
+            buddy=self._buddy,
         )
-        problem = Problem(
-            cluster=_limited(cluster, self._memory_limit, job),
-            profile=profile,
-            job=job,
-        )
-        plan = plan_all_devices(problem, layer_blocks=layer_blocks(config.split, model))
-        plan = replace(plan, sources=Sources(cluster=CLUSTER, profile=PROFILE))
-        if self.config.run_dir is not None:
-            save_plan(self.config.run_dir, cluster, profile, plan)
-        return plan
+        limited = limit_memory(cluster, self._memory_limit, job)
+        return Problem(cluster=limited, profile=profile, job=job)
 
 
 def _effort(num_rounds: int, timeout: Seconds) -> ProbeEffort:
@@ -466,7 +512,7 @@ def _effort(num_rounds: int, timeout: Seconds) -> ProbeEffort:
     )
 
 
-def _limited(cluster: Cluster, limit: Bytes | None, job: TrainingJob) -> Cluster:
+def limit_memory(cluster: Cluster, limit: Bytes | None, job: TrainingJob) -> Cluster:
     """Cap the devices' memory; the planner subtracts its reserve, which `limit` excludes."""
     if limit is None:
         return cluster
@@ -560,7 +606,7 @@ def layer_blocks(split: LayerSplit, model: nn.Module) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@contextmanager
+@contextlib.contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()

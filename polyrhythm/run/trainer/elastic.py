@@ -8,11 +8,15 @@ have voted for it (`sync/epochs.py`). In groups the pipelines that are whole end
 average once more, before they join the next epoch: their weights are equal then, and the scheduler
 of groups, which no worker hosts, knows which samples are used.
 
-A member is a process, under the rank in the first plan that it began with.
+If processes would be spares, the layers may be divided anew, over all that are left
+(`division.py`): in an epoch of its own, in which all members commit the new plan once, no steps.
+
+A member is a process, under the rank that it has in the plan with which the job began.
 """
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 
 import msgspec
+from msgspec import structs
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from polyrhythm.errors import PeerError, TrainingError
@@ -31,8 +36,9 @@ from polyrhythm.plan.survivors import (
     missing_stages,
 )
 from polyrhythm.run.comm.epoch import Epoch, GroupHosting, enter_epoch
-from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.launch import DistContext, own_address
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, abort, step_timeout
+from polyrhythm.run.comm.stalled import unreachable_addresses
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.machine import machine_name
@@ -43,7 +49,7 @@ from polyrhythm.types import Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 _STATE = "what each process has in memory"
-_MAX_FRUITLESS = 5  # epochs one after the other without a committed step
+_MAX_FRUITLESS = 5  # epochs one after the other in which no step was completed
 
 
 class ProcessState(msgspec.Struct, frozen=True):
@@ -57,6 +63,8 @@ class ProcessState(msgspec.Struct, frozen=True):
     samples: SamplerState | None = None  # in groups, of a first stage: which are used
     is_sharded: bool = False  # the optimizer's state
     has_own_optimizer: bool = False  # its optimizer's state differs from that of other replicas
+    can_divide: bool = False  # it can make another part of the model
+    address: str = ""  # of its machine, for the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,24 @@ class EpochStart:
     store: Store  # of the epoch
     states: Mapping[int, ProcessState]  # by member
     holders: tuple[int, ...]  # the members with the same stage as this one, itself among them
+    departing: frozenset[int]  # members that were asked to leave
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """All members of the epoch, also those that leave."""
+        return tuple(self.states)
+
+    def job_store(self, name: str, member: int, timeout: Seconds) -> tuple[JobStore, Members]:
+        """Connect to the store of the epoch as a member; errors name processes."""
+        store = JobStore(
+            prefixed(name, self.store), member, timeout=timeout, name_of="process {}".format
+        )
+        return store, Members(self.members)
+
+
+def _host_of(address: str) -> str:
+    """Return the host of an address like tcp://10.0.0.1:4000."""
+    return address.rpartition("/")[2].rpartition(":")[0]
 
 
 def _ended(why: str) -> PeerError:
@@ -101,13 +127,22 @@ class ElasticJob:
         self._public_key = ctx.coordinator.keys.server
         self.member = ranks[ctx.rank]
         self._assignment = first_assignment(plan)
-        self._epoch, self._num_fruitless = Epoch(), 0
+        self._epoch, self._num_fruitless, self._num_used = Epoch(), 0, 0
         self._num_commits = 0  # in this epoch; steps may go back, after a restore
+        self._has_voted = False  # in this epoch
         self.ends_job = False  # all are asked to leave: the last step is committed
         self._lock = threading.Lock()
         self._end_samples: Callable[[], None] | None = None  # in `draining`
+        self._departs_because = ""  # empty: nobody has asked this process to leave
+        self.routes_around = False  # averages do not need a link between each two replicas
+        self._address = own_address(_host_of(ctx.coordinator.address)) or ""
+        self._members_at: dict[str, set[int]] = {}  # by the address of their machine
         self._client = EpochClient(
-            ctx.coordinator, member=ctx.rank, node=machine_name(), on_end=self._on_end
+            ctx.coordinator,
+            member=ctx.rank,
+            node=machine_name(),
+            on_end=self._on_end,
+            unreachable=self._unreachable,
         )
 
     @property
@@ -125,16 +160,22 @@ class ElasticJob:
             begin = self._client.next_epoch(why, None if waits else limit)
             hosting = GroupHosting(self._host_groups, self._public_key)
             self._epoch = epoch = Epoch(connects_at_once=True, group_hosting=hosting)
+            self.routes_around = False  # to begin with, each connects to each
             enter_epoch(epoch)
             if self._client.ended:  # before `_on_end` knew of the new one
                 self.end_epoch(self._client.ended)
             self._check_progress(begin)
             start = self._start_of(begin, is_spare=waits)
             try:
+                own = structs.replace(own, address=self._address)
                 states = self._exchange_states(start.store, begin, own)
             except PeerError as error:  # it has ended already
                 why = str(error)
                 continue
+            members_at = defaultdict[str, set[int]](set)
+            for member, state in states.items():
+                members_at[state.address].add(member)
+            self._members_at = members_at
             return replace(start, states=states)
 
     def commit(self) -> str:
@@ -154,13 +195,23 @@ class ElasticJob:
 
         Raises PeerError as `commit`: then none of them has.
         """
-        self._commit(may_end=False)
+        if not self.ends_job:  # then the last step has ended the epoch: no vote is answered
+            self._commit(may_end=False)
 
-    def _commit(self, *, may_end: bool) -> Committed:
+    def commit_division(self, start: EpochStart, assignment: Assignment) -> None:
+        """Return when all members of the epoch can go on with another assignment.
+
+        Raises PeerError if the epoch has ended before: then no member goes on with it.
+        """
+        self._commit(may_end=False, num_voters=len(start.members))
+        self._assignment = assignment
+
+    def _commit(self, *, may_end: bool, num_voters: int | None = None) -> Committed:
         timeout = step_timeout(self._timeout, self._num_commits)
-        num_voters = len(self._assignment.workers)
+        num_voters = num_voters or len(self._assignment.workers)
+        self._has_voted = True
         committed = self._client.commit(self._num_commits, num_voters, timeout, may_end=may_end)
-        self._num_commits, self._num_fruitless = self._num_commits + 1, 0
+        self._num_commits += 1
         return committed
 
     @contextmanager
@@ -171,9 +222,11 @@ class ElasticJob:
         of this process end with an error instead. Raises PeerError if the epoch has ended before.
         """
         with self._lock:
-            self._end_samples = end_samples
+            self._end_samples, why = end_samples, self._departs_because
         try:
             self.check()
+            if why:  # it was asked to leave before, when steps had commits, or between two fits
+                self._client.depart(why, without_commit=True)
             yield
         finally:
             with self._lock:
@@ -184,9 +237,22 @@ class ElasticJob:
         if why := self._client.ended:
             raise _ended(why)
 
-    def depart(self, why: str, *, without_commit: bool = False) -> None:
-        """Ask to leave after a step; `without_commit`: in groups no step is committed."""
-        self._client.depart(why, without_commit=without_commit)
+    def depart(self, why: str) -> None:
+        """Ask to leave after a step, in the next fit if there is none; any thread may call it.
+
+        In groups no step is committed: while they train, the epoch ends soon.
+        """
+        with self._lock:
+            self._departs_because, in_groups = why, self._end_samples is not None
+        self._client.depart(why, without_commit=in_groups)
+
+    def report_samples(self, num_used: int) -> None:
+        """Report how many samples are used when an epoch begins after groups, which commit nothing.
+
+        All processes report the same number, spares too.
+        """
+        if num_used != self._num_used:  # the epoch before has completed steps
+            self._num_used, self._num_fruitless = num_used, 1
 
     def finish(self) -> None:
         """Leave for good: no other process needs this one."""
@@ -203,13 +269,23 @@ class ElasticJob:
         self._epoch.end(_ended(why), abort)
 
     def _on_end(self, why: str, lost: Collection[Member] | None) -> None:
-        with self._lock:
-            end_samples = self._end_samples
         is_whole = lost is not None and not self._mates & {self._ranks[m] for m in lost}
-        if end_samples is not None and is_whole:
-            end_samples()
-        else:
-            self.end_epoch(why)
+        with self._lock:  # until it has returned, the block does not end: what it uses stays open
+            if self._end_samples is not None and is_whole:
+                self._end_samples()
+                return
+        self.end_epoch(why)
+
+    def _unreachable(self) -> list[Member]:
+        """Return the members without whom this one cannot train, and which it does not reach."""
+        if self.member not in self._assignment.workers:  # a spare
+            return []
+        found = set[int]()
+        for address in unreachable_addresses():
+            found |= self._members_at.get(address, set())
+        found &= self._mates if self.routes_around else self._assignment.workers.keys()
+        launched = {rank: number for number, rank in enumerate(self._ranks)}
+        return [launched[m] for m in found - {self.member}]
 
     @property
     def _mates(self) -> set[int]:
@@ -229,7 +305,8 @@ class ElasticJob:
         )
 
     def _check_progress(self, begin: Begin) -> None:
-        self._num_fruitless += 1
+        """Raise PeerError if epochs go on ending before a step of them is completed."""
+        self._num_fruitless = 1 if begin.committed is not None else self._num_fruitless + 1
         if self._num_fruitless > _MAX_FRUITLESS:
             raise PeerError(
                 "another worker",
@@ -238,10 +315,11 @@ class ElasticJob:
                 cause="see the warnings above for why each has ended",
             )
         num_commits = 0 if begin.committed is None else begin.committed + 1
-        if self.member in self._assignment.workers and num_commits != self._num_commits:
+        has_part = self._has_voted or self.member in self._assignment.workers
+        if has_part and num_commits != self._num_commits:
             cause = "it has committed a step that this process did not learn of"
             raise PeerError("the coordinator", action="training", waited=0.0, cause=cause)
-        self._num_commits = 0
+        self._num_commits, self._has_voted = 0, False
 
     def _start_of(self, begin: Begin, *, is_spare: bool) -> EpochStart:
         before, members = self._assignment, [self._ranks[m] for m in begin.members]
@@ -257,8 +335,8 @@ class ElasticJob:
         plan, worker = assignment.plan, assignment.workers.get(self.member)
         assert self._ctx.store is not None, "the rendezvous comes first"
         store = PrefixStore(f"polyrhythm/epoch {begin.epoch}", self._ctx.store)
-        stage_of = assignment.first.worker
-        own_stage = stage_of(self.member).stage
+        places = assignment.places
+        own_stage = places[self.member].stage
         return EpochStart(
             assignment=assignment,
             worker=worker,
@@ -271,7 +349,8 @@ class ElasticJob:
             ),
             store=store,
             states={},
-            holders=tuple(m for m in members if stage_of(m).stage == own_stage),
+            holders=tuple(m for m in members if places[m].stage == own_stage),
+            departing=frozenset(departing),
         )
 
     def _exchange_states(

@@ -37,6 +37,7 @@ from polyrhythm.errors import LaunchError, PeerError, TrainingError, peer_errors
 from polyrhythm.events import Value
 from polyrhythm.run.checkpoint.encoding import decode_state, encode_state
 from polyrhythm.run.checkpoint.manifest import CheckpointError, Evaluation, Manifest
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import new_gloo_group
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.data.loader import SampleLoader, StageLoader
@@ -311,29 +312,34 @@ class FitContext:
 
     def new_optimizer(self) -> Optimizer:
         """Make the optimizer of this stage's parameters; raises LaunchError."""
-        named = list(self.pipeline.module.named_parameters())
-        try:
-            optimizer = self.config.optimizer_fn(named)
-        except Exception as error:  # the user's function may raise anything
-            raise LaunchError(
-                f"optimizer_fn raised {type(error).__name__}: {error}",
-                expected="a function of (name, parameter) pairs, as torch's optimizers take them",
-                fix="to choose parameters, write [p for name, p in named if p.dim() > 1]",
-            ) from error
-        if not isinstance(optimizer, Optimizer):
-            raise LaunchError(
-                f"optimizer_fn returned a {type(optimizer).__name__}",
-                expected="an optimizer of the parameters that it is called with",
-                fix="return it: lambda named: torch.optim.AdamW(named, lr=3e-4)",
-            )
-        own = {parameter for _, parameter in named}
-        if any(p not in own for group in optimizer.param_groups for p in group["params"]):
-            raise LaunchError(
-                "optimizer_fn returned an optimizer of other parameters",
-                expected="the parameters of this worker's stage, which it is called with",
-                fix="use its argument: lambda named: torch.optim.AdamW(named, lr=3e-4)",
-            )
-        return optimizer
+        return new_optimizer(self.config, self.pipeline.module)
+
+
+def new_optimizer(config: TrainerConfig, module: torch.nn.Module) -> Optimizer:
+    """Make the optimizer of a stage's parameters; raises LaunchError."""
+    named = list(module.named_parameters())
+    try:
+        optimizer = config.optimizer_fn(named)
+    except Exception as error:  # the user's function may raise anything
+        raise LaunchError(
+            f"optimizer_fn raised {type(error).__name__}: {error}",
+            expected="a function of (name, parameter) pairs, as torch's optimizers take them",
+            fix="to choose parameters, write [p for name, p in named if p.dim() > 1]",
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise LaunchError(
+            f"optimizer_fn returned a {type(optimizer).__name__}",
+            expected="an optimizer of the parameters that it is called with",
+            fix="return it: lambda named: torch.optim.AdamW(named, lr=3e-4)",
+        )
+    own = {parameter for _, parameter in named}
+    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+        raise LaunchError(
+            "optimizer_fn returned an optimizer of other parameters",
+            expected="the parameters of this worker's stage, which it is called with",
+            fix="use its argument: lambda named: torch.optim.AdamW(named, lr=3e-4)",
+        )
+    return optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,7 +441,7 @@ class FitLoop:
         progress.sampler_state = sampler_state
         progress.step = self.context.global_batch.step_at(sampler_state.num_used)
         if self.phase is not None:
-            self.phase.advance_lr_scheduler(progress.step)
+            self.phase.set_lr_scheduler(progress.step)
             progress.lr_state = self.phase.lr_state()
 
     def run(self) -> None:
@@ -588,7 +594,7 @@ class FitLoop:
             progress.sampler_state = decision.sampler_state
             num_used = decision.sampler_state.num_used
             progress.step = self.context.global_batch.step_at(num_used)
-            phase.advance_lr_scheduler(progress.step)  # to the same step on all workers
+            phase.set_lr_scheduler(progress.step)  # to the same step on all workers
             progress.lr_state = phase.lr_state()
             self.exit_status = decision.exit_status
             self.problem = self.problem or decision.problem
@@ -894,6 +900,15 @@ class BufferCopies:
         return buffer._version != version or buffer in self._unversioned
 
 
+def _copy_containers(value: Any) -> Any:
+    """Copy a state with its numbers, but no other objects: a scheduler may hold any."""
+    if isinstance(value, dict):
+        return {key: _copy_containers(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_copy_containers, value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 class SavedCheckpoints:
     """Calls `on_checkpoint` on every worker for each checkpoint that becomes complete in a fit.
 
@@ -984,6 +999,7 @@ class Phase:
             context.config, strategy.optimizer, fit.num_steps
         )
         self.in_lockstep = mode.lockstep or strategy.sync is None
+        self._first_lr_state = self._copy_lr_state()
         on_nan = fit.config.on_nan
         # In groups the others average with this pipeline, which must stay finite until all stop.
         strategy.drops_non_finite = on_nan == "skip" or (on_nan == "stop" and not self.in_lockstep)
@@ -1011,6 +1027,10 @@ class Phase:
         self._unreported: MeasuredStep | None = None  # the last step, until its gather starts
         self._has_cut_step = False  # if it fails now, a step is to be repeated
         self._buffers: BufferCopies | None = None
+        if context.elastic is not None:
+            # With two of them there is no third one to go through.
+            has_detours = strategy.sync is not None and context.num_pipelines > 2
+            context.elastic.routes_around = has_detours and mode.has_coordinator
         if context.elastic is not None and self.in_lockstep:
             strategy.commit = self._commit
             self._buffers = BufferCopies(context.pipeline.module)
@@ -1033,12 +1053,33 @@ class Phase:
         """Advance to the global step; this pipeline may compute only some of the steps."""
         if self._lr_scheduler is None:
             return
-        if self._lr_scheduler.last_epoch == 0 < step and self.strategy.scaler is not None:
-            with warnings.catch_warnings():  # torch warns if the first update was skipped
+        may_lack_updates = self.strategy.scaler is not None or not self.in_lockstep
+        if self._lr_scheduler.last_epoch == 0 < step and may_lack_updates:
+            # Torch warns if the first update was skipped, or others have made the first steps.
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self._lr_scheduler.step()
         for _ in range(self._lr_scheduler.last_epoch, step):
             self._lr_scheduler.step()
+
+    def set_lr_scheduler(self, step: int) -> None:
+        """Advance to the global step, or go back to it: samples may not count as used any more."""
+        scheduler = self._lr_scheduler
+        if scheduler is not None and step < scheduler.last_epoch:
+            lr_state, scheduled = _copy_containers(self._first_lr_state)
+            scheduler.load_state_dict(lr_state)
+            groups = self.strategy.optimizer.param_groups
+            for group, values in zip(groups, scheduled, strict=True):
+                group |= values
+        self.advance_lr_scheduler(step)
+
+    def _copy_lr_state(self) -> tuple[Any, list[dict[str, Any]]]:
+        """Copy the state of the scheduler, and what it schedules: rates, perhaps betas."""
+        if self._lr_scheduler is None:
+            return None, []
+        groups = self.strategy.optimizer.param_groups
+        scheduled = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return _copy_containers((self._lr_scheduler.state_dict(), scheduled))
 
     def _commit(self) -> None:
         elastic = self._context.elastic
@@ -1313,7 +1354,7 @@ class Phase:
             self.stop_after_last_step()
 
     def end_samples(self) -> None:
-        """In groups: hand out no samples after the current batch; any thread may call it."""
+        """In groups: hand out no samples after the current batch; any thread, which never waits."""
         if self._context.pipeline.is_first and self.strategy.sync is not None:
             with contextlib.suppress(PeerError):  # the phase has ended
                 self.strategy.sync.sample_client().query_progress(
@@ -1377,9 +1418,9 @@ def broadcast_optimizer_state(progress: TrainProgress, context: FitContext) -> N
         packed = torch.frombuffer(bytearray(encode_state(states, what)), dtype=torch.uint8)
     size = torch.tensor([packed.numel()])
     with peer_errors(Worker(stage, 0), f"sharing {what}"):
-        group.broadcast(size, 0).wait()
+        current_epoch().wait(group.broadcast(size, 0).wait)
         packed = packed if is_first else torch.empty(int(size), dtype=torch.uint8)
-        group.broadcast(packed, 0).wait()
+        current_epoch().wait(group.broadcast(packed, 0).wait)
     if not is_first:
         state, scale = decode_state(packed.numpy().tobytes(), what)
         optimizer.load_state_dict(state)

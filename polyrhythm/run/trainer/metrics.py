@@ -23,6 +23,7 @@ from torch import Tensor
 
 from polyrhythm.errors import LaunchError, PeerError, UserError, peer_errors
 from polyrhythm.run.comm.comm_thread import CommThread
+from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import new_gloo_group, set_timeout, step_timeout
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.pipeline.batch import HostCopy, Microbatch
@@ -307,7 +308,7 @@ class MetricGather:
             offset = (number * self._num_ranks + self._rank) * _row.size
             _row.pack_into(self._rows, offset, *_numbers(step.read()))
         with peer_errors("another worker", f"gathering {_WHAT}"):
-            self._group.allreduce([self._tensor[: len(steps)]]).wait()
+            current_epoch().wait(self._group.allreduce([self._tensor[: len(steps)]]).wait)
         rows = [Measured(*row) for row in _row.iter_unpack(self._rows)]
         size = self._num_ranks
         return [rows[size * i : size * (i + 1)] for i in range(len(steps))]

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO
 
+from polyrhythm.cost.sync import Sync
 from polyrhythm.describe.cluster import Cluster
 from polyrhythm.describe.model import ModelProfile
 from polyrhythm.describe.write import write_cluster, write_model
@@ -66,16 +67,19 @@ class PlanKey:
     sync: str
     num_stages: int | None = None  # None matches any
     recompute: Recompute = "auto"
+    buddy: bool = True  # in decoupled: whether devices have memory for copies of shards
 
     def is_matched_by(self, plan: Plan) -> bool:
         devices = [name for pipeline in plan.pipelines for name in pipeline.devices]
         recompute = (True,) * plan.num_stages if self.recompute == "always" else ()
+        has_copies = plan.sources is None or plan.sources.buddy
         return (
             sorted(devices) == sorted(self.devices)
             and (plan.model, plan.batch, plan.sync) == (self.model, self.batch, self.sync)
             and self.microbatch_size in (None, plan.microbatch_size)
             and self.num_stages in (None, plan.num_stages)
             and (self.recompute == "auto" or plan.recompute == recompute)
+            and (plan.sync != Sync.DECOUPLED or has_copies == self.buddy)
         )
 
 

@@ -6,7 +6,8 @@ In the other lockstep modes each replica has everything; then only a process tha
 again, after it was a spare, needs the state of another. In groups that of a broken pipeline does.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -22,6 +23,8 @@ from polyrhythm.run.trainer.elastic import EpochStart
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.types import Seconds
 
+_logger = logging.getLogger(__name__)
+
 
 def settle_groups(
     start: EpochStart, step_of: Callable[[SamplerState], int]
@@ -32,11 +35,13 @@ def settle_groups(
     not count, unless a stage has no others: then the first one counts. Those that have entered a
     mode with shards before the others, and made no step, copy the whole state like a spare.
     """
-    worker, states = start.assignment.first.worker, start.states
+    places, states = start.assignment.places, start.states
     sources = list[int]()
     for stage in range(start.assignment.first.num_stages):
-        held = [m for m, own in states.items() if own.has_state and worker(m).stage == stage]
+        held = [m for m, own in states.items() if own.has_state and places[m].stage == stage]
         whole = [m for m in held if not states[m].is_cut]
+        if held and not whole:
+            _logger.warning("stage %d goes on from process %d, which was cut", stage, held[0])
         sources += [m for m in whole if not states[m].is_sharded] or whole or held[:1]
     found = (states[m].samples for m in sources)
     samples = next((each for each in found if each is not None), None)
@@ -58,7 +63,7 @@ def check_state(start: EpochStart) -> int:
 
     The first thing in an epoch: all processes come to the same result.
     """
-    worker, states = start.assignment.first.worker, start.states
+    places, states = start.assignment.places, start.states
     with_state = [member for member, own in states.items() if own.has_state]
     steps = {states[member].step for member in with_state}
     if len(steps) > 1:
@@ -69,7 +74,7 @@ def check_state(start: EpochStart) -> int:
             fix="restore() the newest checkpoint, and report this as a defect",
         )
     fits = {states[member].fit for member in with_state}
-    missing = {*range(start.assignment.plan.num_stages)} - {worker(m).stage for m in with_state}
+    missing = {*range(start.assignment.plan.num_stages)} - {places[m].stage for m in with_state}
     needed = [m for m in start.assignment.workers if states[m].fit not in fits]
     if missing or needed:
         spares = [member for member, own in states.items() if not own.has_state]
@@ -84,16 +89,17 @@ def check_state(start: EpochStart) -> int:
 
 def moves_state(start: EpochStart, stage: int, *, is_sharded: bool) -> bool:
     """Return whether the processes that hold a stage move its state."""
-    worker = start.assignment.first.worker
+    places = start.assignment.places
     needy = (m for m in start.assignment.workers if not start.states[m].has_state)
-    return is_sharded or any(worker(member).stage == stage for member in needy)
+    return is_sharded or any(places[member].stage == stage for member in needy)
 
 
-def new_transfer_group(start: EpochStart, member: int, timeout: Seconds) -> dist.ProcessGroup:
-    """Connect all processes that hold the same stage as this one."""
-    store, holders = start.store, start.holders
-    stage = start.assignment.first.worker(member).stage
-    name, rank = f"transfer of stage {stage}", holders.index(member)
+def new_transfer_group(
+    start: EpochStart, member: int, holders: Sequence[int], what: str, timeout: Seconds
+) -> dist.ProcessGroup:
+    """Connect these processes, of which this one is one, to move `what`."""
+    store, rank = start.store, holders.index(member)
+    name = f"transfer of {what}"
     job_store = JobStore(prefixed(name, store), rank, timeout=timeout)
     # Workers make their pipelines first, spares need not.
     job_store.barrier("to connect", Members(tuple(range(len(holders)))))

@@ -33,7 +33,9 @@ from torch.utils.data import Dataset
 
 from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.events import Value, worker_log
+from polyrhythm.plan.after_loss import AfterLoss
 from polyrhythm.plan.plan import Plan
+from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.survivors import machines_without_reserve
 from polyrhythm.processes import INTERRUPTED, TERMINATED, exit_on_sigterm
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
@@ -42,9 +44,11 @@ from polyrhythm.run.checkpoint.export import hugging_face_configs
 from polyrhythm.run.checkpoint.manifest import CheckpointError
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
 from polyrhythm.run.comm.store import JobStore, Members
+from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from polyrhythm.run.data.loader import SampleLoader
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.reader import make_order, make_reader
+from polyrhythm.run.decoupled.layer_transfer import HeldLayers, move_layers
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.decoupled.reshard import reshard
 from polyrhythm.run.emulated_compute import SCENARIO, EmulatedCompute
@@ -69,6 +73,7 @@ from polyrhythm.run.trainer.config import (
     TrainerConfig,
     no_run_dir,
 )
+from polyrhythm.run.trainer.division import LayerDivision, new_assignment, share_problem
 from polyrhythm.run.trainer.elastic import (
     ElasticJob,
     EpochOverError,
@@ -82,6 +87,7 @@ from polyrhythm.run.trainer.fit_loop import (
     FitLoop,
     TrainProgress,
     broadcast_optimizer_state,
+    new_optimizer,
 )
 from polyrhythm.run.trainer.metrics import Callback
 from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
@@ -252,10 +258,11 @@ class Trainer:
         config.device.check_parameters(whole.named_parameters())
         processes = JobProcesses(timeout)
         find_split(config, whole, dataset, processes.num_processes)
-        self.plan = choose_plan(config, whole, dataset, processes)
+        self.plan, problem = choose_plan(config, whole, dataset, processes)
         self._global_batch = choose_global_batch(config, self.plan)
         config.split.check(whole, self.plan.layers_per_stage)
         self._elastic = self._make_elastic(processes)
+        self._division = self._make_division(processes, whole, problem)
         self._membership = membership = self._join(processes)
         store, members = membership.job_store("training"), membership.members
         store.check_consistent("settings", config.must_match(order), members)
@@ -566,7 +573,7 @@ class Trainer:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         depart = None
         if self._elastic is not None:
-            depart = partial(self._depart, self._elastic)
+            depart = self._elastic.depart
         self._preemption = PreemptionHandler(
             membership.job_store("preemption"),
             membership.members,
@@ -703,10 +710,13 @@ class Trainer:
         """Make the scaler of float16; freeze what is not trained: nobody unscales its gradients."""
         if self._config.device.autocast is not torch.float16:
             return None
-        trained = {p for group in optimizer.param_groups for p in group["params"]}
-        for parameter in self.model.parameters():
-            parameter.requires_grad_(parameter.requires_grad and parameter in trained)
+        self._freeze_untrained(optimizer)
         return LossScaler(self.pipeline.device)
+
+    def _freeze_untrained(self, optimizer: Optimizer) -> None:
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        for parameter in self._part.module.parameters():
+            parameter.requires_grad_(parameter.requires_grad and parameter in trained)
 
     def _gather_machines(self, store: JobStore) -> list[str]:
         """Return the machines by rank, for sync="auto"; warn if it can only stay in lockstep."""
@@ -782,10 +792,27 @@ class Trainer:
             return None
         ranks = assign_ranks(self.plan, processes.device_names())
         machines = {ranks[i]: host.machine for i, host in enumerate(processes.hosts())}
-        fatal = machines_without_reserve(self.plan, machines)
+        sync = self._config.sync
+        buddy = sync.buddy if sync.first_mode.decoupled else None
+        fatal = machines_without_reserve(self.plan, machines, buddy=buddy)
         if fatal and len({*machines.values()}) > 1 and processes.ctx.rank == 0:
-            _logger.warning("no whole pipeline would be left without %s", " or ".join(fatal))
-        return ElasticJob(processes.ctx, self.plan, ranks, timeout=self._config.timeout)
+            _logger.warning("training cannot go on without %s", " or ".join(fatal))
+        coordinator = processes.ctx.coordinator  # None under torchrun: it is started with defaults
+        timeouts = LossTimeouts() if coordinator is None else coordinator.timeouts
+        order = timeouts.order(self._config.timeout)
+        if processes.ctx.rank == 0:
+            _logger.info("waits: %s", order)
+        ctx = processes.with_coordinator()
+        return ElasticJob(ctx, self.plan, ranks, timeout=self._config.timeout)
+
+    def _make_division(
+        self, processes: JobProcesses, whole: nn.Module, problem: Problem | None
+    ) -> LayerDivision | None:
+        """Return what a new division of layers needs; None if the job keeps the first one."""
+        if self._elastic is None:
+            return None
+        problem = share_problem(problem, processes)
+        return LayerDivision.of_job(self._config, whole, self.plan, problem, self._global_batch)
 
     def _join(self, processes: JobProcesses) -> JobMembership:
         """Join the job, or its first epoch."""
@@ -841,6 +868,7 @@ class Trainer:
                 raise
             if self._has_groups:
                 start, samples = settle_groups(start, self._step_after)
+                elastic.report_samples(samples.num_used)
                 fit_loop.set_samples(samples)
                 self._has_state = start.states[elastic.member].has_state
                 self._progress.is_cut = False
@@ -848,11 +876,14 @@ class Trainer:
                 fit_loop.catch_up(num_steps)  # made while this process was a spare
             assert self.global_step == num_steps, "a spare knows the fit that it waits in"
             try:
+                if self._divide_layers(elastic, start, fit_loop.num_steps - num_steps):
+                    is_spare, why = False, "layers are divided anew"
+                    continue
                 if start.worker is not None:
                     self._membership = self._join_epoch(start)
                     self._connect(self._membership.job_store("training"))
                     self.pipeline.keep_parameters()
-                    self._share_scale()
+                    self._share_scale(self._context.store, self._context.members)
                 self._move_state(elastic, start)
                 self._share_optimizer(start)
             except PeerError as error:
@@ -873,18 +904,14 @@ class Trainer:
         sync = self._config.sync
         return sync.mode == AUTO or not sync.first_mode.lockstep
 
-    def _depart(self, elastic: ElasticJob, why: str) -> None:
-        """Ask to leave; any thread may call it."""
-        is_auto = self._config.sync.mode == AUTO
-        in_groups = self._progress.is_cut if is_auto else self._has_groups
-        elastic.depart(why, without_commit=in_groups)
-
     def _step_after(self, sampler_state: SamplerState) -> int:
         return self._global_batch.step_at(sampler_state.num_used)
 
     def _own_state(self) -> ProcessState:
         """Return what this process has in memory when an epoch has ended."""
-        progress, is_first = self._progress, self.worker.stage == 0
+        progress, elastic = self._progress, self._elastic
+        assert elastic is not None, "only an elastic job has epochs"
+        is_first = elastic.assignment.places[elastic.member].stage == 0
         return ProcessState(
             self._num_fits,
             self.global_step,
@@ -893,14 +920,14 @@ class Trainer:
             samples=progress.sampler_state if self._has_groups and is_first else None,
             is_sharded=isinstance(progress.optimizer, DistributedOptimizer),
             has_own_optimizer=progress.has_own_optimizer,
+            can_divide=self._division is not None and self._division.may_try,
         )
 
-    def _share_scale(self) -> None:
+    def _share_scale(self, store: JobStore, members: Members) -> None:
         """In float16: scale the loss as the workers that made the last step."""
         scaler = self._progress.scaler
         if scaler is None:
             return
-        store, members = self._context.store, self._context.members
         own = scaler.state_dict() if self._has_state else None
         found = store.all_gather_object("the scale of the loss", own, members)
         scaler.load_state_dict(next(each for each in found if each is not None))
@@ -908,11 +935,12 @@ class Trainer:
     def _move_state(self, elastic: ElasticJob, start: EpochStart) -> None:
         """Move the state of this stage to those that go on."""
         config, progress = self._config, self._progress
+        stage = start.assignment.places[elastic.member].stage
         is_sharded = config.sync.first_mode.decoupled
         if config.sync.mode == AUTO:  # it may have been in another mode
             holders = (start.states[member] for member in start.holders)
             is_sharded = any(own.has_state and own.is_sharded for own in holders)
-        if not moves_state(start, self.worker.stage, is_sharded=is_sharded):
+        if not moves_state(start, stage, is_sharded=is_sharded):
             return
         old, new = (progress.optimizer if self._has_state else None), None
         strategy: DecoupledStrategy | None = None
@@ -930,12 +958,74 @@ class Trainer:
                     for_reshard=True,
                 )
                 new = strategy.optimizer
-        group = new_transfer_group(start, elastic.member, config.timeout)
-        reshard(old, new, self.model, group, timeout=config.timeout)
+        try:
+            what = f"stage {stage}"
+            group = new_transfer_group(start, elastic.member, start.holders, what, config.timeout)
+            reshard(old, new, self._part.module, group, timeout=config.timeout)
+        except BaseException:
+            if strategy is not None:  # the next epoch makes another one for the same parameters
+                strategy.abort()
+            raise
         if new is not None:
             progress.optimizer, progress.paused = new, strategy
         if strategy is not None:
             strategy.pause()
+
+    def _divide_layers(self, elastic: ElasticJob, start: EpochStart, steps: int) -> bool:
+        """Divide the layers anew if that uses spares, and pays off in the `steps` that are left.
+
+        Return whether they are divided: then the next epoch begins with the new plan. Raises
+        PeerError if the epoch has ended; then all have what they had before.
+        """
+        division, timeout = self._division, self._config.timeout
+        if division is None or not start.assignment.spares or elastic.ends_job:
+            return False
+        if not all(own.can_divide for own in start.states.values()):
+            return False
+        division.num_failed += 1  # until it has succeeded
+        store, members = start.job_store("division", elastic.member, timeout)
+        decide = partial(division.decide, start.assignment, steps=steps)
+        decided = store.run_on_leader("the division", decide, members, as_type=AfterLoss)
+        if store.rank == members.leader:
+            what = "are kept" if decided.plan is None else "are divided anew"
+            _logger.warning("after step %d the layers %s: %s", self.global_step, what, decided.why)
+        if decided.plan is None:
+            division.num_failed = 0
+            return False
+        assignment, part, optimizer = new_assignment(start.assignment, decided), None, None
+        if (place := assignment.workers.get(elastic.member)) is not None:
+            part = division.extract_stage(decided.plan, place.stage, self._device)
+            optimizer = new_optimizer(self._config, part.module)
+        held = self._gather_stage(elastic, start)
+        self._share_scale(store, members)
+        group = new_transfer_group(start, elastic.member, start.members, "layers", timeout)
+        module = None if part is None else part.module
+        move_layers(held, module, optimizer, group, timeout=timeout)
+        elastic.commit_division(start, assignment)
+        division.num_failed = 0
+        if part is None or optimizer is None:
+            elastic.finish()
+            self._exit_job(TERMINATED, f"has no layers after step {self.global_step}")
+        self._part, self._progress.optimizer, self._has_state = part, optimizer, True
+        if self._progress.scaler is not None:
+            self._freeze_untrained(optimizer)
+        return True
+
+    def _gather_stage(self, elastic: ElasticJob, start: EpochStart) -> HeldLayers | None:
+        """Return the stage with its whole optimizer state, on one of the processes that have it."""
+        states, timeout = start.states, self._config.timeout
+        holders = [member for member in start.holders if states[member].has_state]
+        if elastic.member not in holders:
+            return None
+        module, optimizer = self._part.module, self._progress.optimizer
+        is_first = elastic.member == holders[0]
+        if any(states[member].is_sharded for member in holders):
+            what = f"stage {start.assignment.places[elastic.member].stage} to one process"
+            group = new_transfer_group(start, elastic.member, holders, what, timeout)
+            whole = new_optimizer(self._config, module) if is_first else None
+            reshard(optimizer, whole, module, group, timeout=timeout)
+            optimizer = optimizer if whole is None else whole
+        return HeldLayers(module, optimizer) if is_first else None
 
     def _share_optimizer(self, start: EpochStart) -> None:
         """After groups, when the next phase averages gradients: equalise the optimizer's state."""
