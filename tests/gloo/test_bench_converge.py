@@ -121,6 +121,7 @@ def steps_of(
     return [step.moments(now, 4)[-1] - now for _ in range(count)]
 
 
+@pytest.mark.long
 def test_setting_b_sleeps_three_steps_before_a_tenth_of_forwards_and_backwards() -> None:
     machines = setting_b(8, 0.1, 10, 1)
     steps = steps_of(machines, 3, 0, 20_000)

@@ -90,6 +90,7 @@ def test_large_model_is_exported_as_shards_with_index(tmp_path: Path) -> None:
     assert_equal(loaded, expected)
 
 
+@pytest.mark.long
 def test_tied_weights_are_exported_once_and_load_with_safetensors(tmp_path: Path) -> None:
     save_with_two_stages(tmp_path / "checkpoints", tmp_path, tied=True)
     out = export(tmp_path / "checkpoints" / "step-00000001", tmp_path / "out")

@@ -13,7 +13,7 @@ from polyrhythm.run.checkpoint.folder import complete, latest, list_steps, remov
     [
         Save((1,), 1, keep_last=1),
         pytest.param(Save((1, 2), 3, keep_last=1), marks=pytest.mark.long),
-        Save((2, 3, 1), 2, keep_last=2, num_stages=2),
+        pytest.param(Save((2, 3, 1), 2, keep_last=2, num_stages=2), marks=pytest.mark.long),
     ],
     ids=str,
 )

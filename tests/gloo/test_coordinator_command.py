@@ -26,6 +26,7 @@ from tests.gloo.coordinators import (
     train_all,
     workers_of,
 )
+from tests.grids import long_except
 
 POLYRHYTHM = [sys.executable, "-m", "polyrhythm", "coordinator"]
 
@@ -118,12 +119,15 @@ def test_sigterm_ends_command_cleanly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("leave", "status", "why"),
-    [
-        ([True, True], 0, "all workers have left: the job is over"),
-        ([False, False], 1, "all workers are lost"),
-        ([False, True], 0, "all workers have left, except s0p0 (lost): the job is over"),
-        ([True, False], 1, "the last worker is lost (lost in all: s0p1)"),
-    ],
+    long_except(
+        [
+            ([True, True], 0, "all workers have left: the job is over"),
+            ([False, False], 1, "all workers are lost"),
+            ([False, True], 0, "all workers have left, except s0p0 (lost): the job is over"),
+            ([True, False], 1, "the last worker is lost (lost in all: s0p1)"),
+        ],
+        *(0, 3),
+    ),
 )
 def test_command_exits_with_job_and_last_worker_sets_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: list[bool], status: int, why: str

@@ -30,6 +30,7 @@ from tests.gloo.coordinators import (
     train_all,
     workers_of,
 )
+from tests.grids import long_except
 
 FIRST, SECOND, THIRD = (Worker(0, pipeline) for pipeline in range(3))
 
@@ -109,7 +110,7 @@ def flood(address: str, setup: Setup, worker: Worker) -> None:
             client.send(Heartbeat(worker, 1))
 
 
-@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize("is_closed", long_except([True, False], 0))
 def test_dead_worker_is_noticed_while_others_flood_the_coordinator(
     is_closed: bool, children: list[Child]
 ) -> None:

@@ -286,6 +286,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_workers_end_with_a_killed_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

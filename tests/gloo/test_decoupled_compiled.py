@@ -38,8 +38,7 @@ from tests.gloo.decoupled import (
 from tests.gloo.pipelines import run_single_process, run_stages
 from tests.gloo.replicas import run_replicas
 
-KINDS = ["in place", "wrapped"]
-MOSTLY_IN_PLACE = ["in place", pytest.param("wrapped", marks=pytest.mark.long)]
+KINDS = ["in place", pytest.param("wrapped", marks=pytest.mark.long)]
 NUM_STEPS = 4
 
 
@@ -235,7 +234,7 @@ def test_every_call_of_a_layer_waits_for_its_weights(kind: str, tmp_path: Path) 
     run_single_process(work, tmp_path)
 
 
-@pytest.mark.parametrize("kind", MOSTLY_IN_PLACE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_removal_restores_compiled_code_in_any_order(kind: str, tmp_path: Path) -> None:
     """Two optimizers may share a model; copies are taken and states loaded meanwhile."""
 
@@ -266,7 +265,7 @@ def test_removal_restores_compiled_code_in_any_order(kind: str, tmp_path: Path) 
     run_single_process(work, tmp_path)
 
 
-@pytest.mark.parametrize("kind", MOSTLY_IN_PLACE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_compiled_after_the_optimizer_was_made_are_correct(
     kind: str, tmp_path: Path
 ) -> None:
@@ -317,7 +316,8 @@ def test_read_of_a_compiled_blocks_weight_before_its_update_is_refused(
         assert "up.weight was used before its update" in message
 
 
-@pytest.mark.parametrize("kind", MOSTLY_IN_PLACE)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_detached_optimizer_compiles_nothing_again(kind: str, tmp_path: Path) -> None:
     """As between two fits of a Trainer. Removing hooks once costs a graph per kind of block."""
 
@@ -338,7 +338,7 @@ def test_detached_optimizer_compiles_nothing_again(kind: str, tmp_path: Path) ->
         assert others == [first] * len(others)
 
 
-@pytest.mark.parametrize("kind", MOSTLY_IN_PLACE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_groups_average_compiled_blocks(kind: str, tmp_path: Path) -> None:
     """All-gathers are late: a block that does not wait computes with the weights before."""
 

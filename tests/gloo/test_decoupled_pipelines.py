@@ -120,6 +120,7 @@ def test_pipeline_without_flush_is_refused(tmp_path: Path) -> None:
         assert "use flush=True" in message
 
 
+@pytest.mark.long
 def test_all_stages_and_replicas_try_the_same_candidates(tmp_path: Path) -> None:
     """A smaller batch and evaluations between steps do not end the trials, or change weights."""
     most = 400  # steps; how many the trials take depends on how steady the times of steps are

@@ -185,6 +185,7 @@ def test_killed_worker_is_named_by_the_demo(tmp_path: Path) -> None:
     assert list(read_run(only_run(tmp_path)))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_brackets_in_folder_name_are_not_markup(tmp_path: Path) -> None:
     options = [*SMALL, "--steps", "2", "--num-stages", "1", "--num-pipelines", "1"]
@@ -202,6 +203,7 @@ def test_incomplete_torchrun_variables_are_rejected(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_demo_learns_a_user_text(tmp_path: Path) -> None:
     text = tmp_path / "tide.txt"

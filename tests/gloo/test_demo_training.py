@@ -105,6 +105,7 @@ def block_rank_1(ctx: DistContext) -> None:
         sync.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_unresponsive_replica_times_out(tmp_path: Path) -> None:
     with (

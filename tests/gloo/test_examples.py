@@ -65,6 +65,7 @@ def test_data_parallel_example_computes_what_the_plain_script_does(tmp_path: Pat
     assert outputs == [expected, ""]
 
 
+@pytest.mark.long
 def test_slow_process_gets_fewer_samples_with_balanced(tmp_path: Path) -> None:
     less = {"windows[-2000:, :-1], windows[-2000:, -1]": "windows[-64:, :-1], windows[-64:, -1]"}
     script = edited("unequal_gpus.py", tmp_path, less | {"max_steps=50": "max_steps=10"})

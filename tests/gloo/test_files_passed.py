@@ -179,6 +179,7 @@ def test_window_without_a_commit_is_rejected(
         tool.measure_average(recorder, tmp_path)
 
 
+@pytest.mark.long
 def test_unpickled_dataset_state_is_counted(
     tool: ModuleType, recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

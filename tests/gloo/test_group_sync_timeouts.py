@@ -172,6 +172,7 @@ def test_missing_or_misplaced_parameter_server_is_refused(tmp_path: Path) -> Non
     assert "s0p2 in a job of 1 stages x 2 pipelines" in found[2][1]
 
 
+@pytest.mark.long
 def test_missing_parameter_server_is_named(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> str:
         model = Point()
@@ -241,6 +242,7 @@ def test_step_after_close_is_refused(tmp_path: Path) -> None:
         assert re.search(rf"s0p{rank} .*closed", wrong)
 
 
+@pytest.mark.long
 def test_rank_0_close_waits_for_training_workers(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> int:
         model = Point()

@@ -309,6 +309,7 @@ def test_function_on_leader_may_take_longer_than_timeout() -> None:
     assert run_members(2, work, SHORT_TIMEOUT) == ["late"] * 2
 
 
+@pytest.mark.long
 def test_function_on_leader_is_given_up_after_max_timeouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -152,6 +152,7 @@ def test_fsdp2_reduces_gradients_once_per_step(tmp_path: Path) -> None:
         assert_as_one_process(list(stages), expected)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_tensor_parallel_matches_single_process(tmp_path: Path) -> None:
     def work(mesh: DeviceMesh, stage: int) -> list[dict[str, Any]]:

@@ -269,6 +269,7 @@ def test_sites_of_a_probed_cluster() -> None:
     assert in_a_lab.sites == ("n0", "n1"), "a device of the lab is a machine"
 
 
+@pytest.mark.long
 def test_nccl_figures_are_written_with_those_of_gloo(tmp_path: Path) -> None:
     """On a CPU: what is measured over NCCL is replaced by numbers."""
 
@@ -326,6 +327,7 @@ def test_missing_gpu_is_rejected_before_any_process_starts(tmp_path: Path) -> No
     assert ".log" not in done.stderr
 
 
+@pytest.mark.long
 def test_only_rank_0_needs_the_output_folder(tmp_path: Path) -> None:
     """The output folder exists on the machine of rank 0 only."""
     folders = [tmp_path / "0", tmp_path / "1"]

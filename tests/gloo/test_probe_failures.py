@@ -56,7 +56,7 @@ def probe_losing_rank(
 
 
 @pytest.mark.parametrize("lost", long_except([0, 2], 1))
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signal_number", long_except([signal.SIGKILL, signal.SIGSTOP], 1))
 def test_dead_or_stopped_process_is_named_by_all(
     tmp_path: Path, lost: int, signal_number: signal.Signals
 ) -> None:
@@ -130,6 +130,7 @@ def stop_both_sides() -> None:
     ProbeEffort.stall_timeout = 10.0  # type: ignore[assignment, method-assign]
 
 
+@pytest.mark.long
 def test_command_exits_when_all_processes_are_stopped(tmp_path: Path) -> None:
     done = run_forked("probe", "--local", "2", cwd=tmp_path, before=stop_both_sides)
     assert done.returncode == 1

@@ -111,6 +111,7 @@ def test_agreements_leave_nothing_in_the_store(tmp_path: Path) -> None:
         assert num_more < 3
 
 
+@pytest.mark.long
 def test_values_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[str]:
         model = stack()

@@ -69,6 +69,7 @@ def test_invalid_factory_of_a_file_is_refused(factory: Path, name: str, message:
         measure_profile("nowhere.py:build")
 
 
+@pytest.mark.long
 def test_counted_layers_have_the_bytes_of_measured_ones() -> None:
     counted = count_profile(TINY, flops=1e12, sizes=(2, 1))
     measured = measure_profile(TINY, sizes=(2, 1), repeat=1, device="cpu")

@@ -120,6 +120,7 @@ def test_stages_and_pipelines_need_no_plan_file(script: Path) -> None:
         assert second == f"{[str(rank), str(rank), '4', '4']} (2, 1)"
 
 
+@pytest.mark.long
 def test_smallest_plan_of_the_manual_trains(script: Path) -> None:
     manual = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
     (text,) = re.findall(r"```json smallest plan\n(.*?)```", manual, re.DOTALL)

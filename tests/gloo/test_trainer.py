@@ -49,7 +49,7 @@ def test_synchronous_modes_match_one_process(
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("sync", ["all_reduce", "decoupled"])
+@pytest.mark.parametrize("sync", long_except(["all_reduce", "decoupled"], 1))
 def test_unequal_shares_match_the_gradient_of_the_global_batch(tmp_path: Path, sync: str) -> None:
     single, weights = fit(tmp_path, 1, 1)
     pipelines = tuple(PipelinePlan(num_microbatches=n, schedule="1f1b") for n in (9, 3))
@@ -60,7 +60,7 @@ def test_unequal_shares_match_the_gradient_of_the_global_batch(tmp_path: Path, s
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "kfkb:2", "bounded:4,2", "auto"])
+@pytest.mark.parametrize("schedule", long_except(["gpipe", "kfkb:2", "bounded:4,2", "auto"], 1, 3))
 def test_all_schedules_give_the_same_losses(tmp_path: Path, schedule: str) -> None:
     single, _ = fit(tmp_path, 1, 1)
     losses, _ = fit(tmp_path, 2, 1, plan=plan_of(2, 1, schedule))

@@ -87,6 +87,7 @@ def test_every_fit_uses_the_same_optimizer(tmp_path: Path) -> None:
     assert run_job(2, work, tmp_path) == [True, True]
 
 
+@pytest.mark.long
 def test_buckets_are_tuned_over_several_fits(tmp_path: Path) -> None:
     """Evaluations and saves between steps change neither losses nor the course of the trials."""
     most = 400  # steps; how many the trials take depends on how steady the times of steps are

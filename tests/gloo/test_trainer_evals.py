@@ -393,6 +393,7 @@ def test_epochs_of_a_stream_and_a_best_checkpoint_without_evaluations_are_refuse
         pr.EarlyStopping(mode="most")
 
 
+@pytest.mark.long
 def test_an_error_of_one_metric_reaches_all_workers(tmp_path: Path) -> None:
     def fail(output: Tensor, target: Tensor) -> float:
         raise ValueError("an odd output")

@@ -238,7 +238,7 @@ def test_overflow_on_one_stage_of_one_replica_is_skipped_by_all(
     assert run_job(4, work, tmp_path) == [(True, False, 2.0**15, 0)] * 4
 
 
-@pytest.mark.parametrize("sync", long_except(["adaptive", "age", "local", "static"], 0, 3))
+@pytest.mark.parametrize("sync", long_except(["adaptive", "age", "local", "static"], 0))
 def test_in_groups_the_stages_of_a_pipeline_have_its_scale(tmp_path: Path, sync: str) -> None:
     def work(ctx: DistContext | None) -> Any:
         with float16_trainer(2, 2, sync=sync, dataset=samples(marked=1)) as made:
@@ -288,6 +288,7 @@ def test_a_restored_run_equals_one_without_a_break(
         torch.testing.assert_close(found[2], weights, atol=0, rtol=0)
 
 
+@pytest.mark.long
 def test_scale_is_restored_into_another_plan(tmp_path: Path) -> None:
     whole = state_after(tmp_path / "whole", 1, 1, STEPS)[0]
     first = state_after(tmp_path / "parts", 2, 2, STEPS // 2)
@@ -326,7 +327,7 @@ def test_a_restored_run_has_the_implementation_of_its_own_optimizer(
             made.save()
 
 
-@pytest.mark.parametrize("num_pipelines", [1, 2])
+@pytest.mark.parametrize("num_pipelines", long_except([1, 2], 1))
 def test_fused_sgd_has_no_momentum_after_skipped_first_steps(
     tmp_path: Path, num_pipelines: int
 ) -> None:
@@ -430,6 +431,7 @@ def with_penalty() -> nn.Sequential:
     return nn.Sequential(layers[0], Penalty(), *layers[2:])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_auxiliary_losses_are_scaled_on_every_stage(tmp_path: Path, num_stages: int) -> None:
     def work(ctx: DistContext | None, device: DeviceConfig) -> list[tuple[float | None, float]]:

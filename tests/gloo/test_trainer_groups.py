@@ -56,7 +56,7 @@ def train(
 
 @pytest.mark.parametrize(
     "sync",
-    long_except(["adaptive", "age", "smart", "partial_reduce", "pairwise", "local"], 0, 2, 5),
+    long_except(["adaptive", "age", "smart", "partial_reduce", "pairwise", "local"], 0, 5),
 )
 def test_each_sample_is_used_once_per_epoch_and_fast_pipelines_use_more(
     tmp_path: Path, sync: str
@@ -77,7 +77,7 @@ def test_each_sample_is_used_once_per_epoch_and_fast_pipelines_use_more(
         assert weights == pytest.approx(found[0][3], rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("sync", ["adaptive", "static"])
+@pytest.mark.parametrize("sync", long_except(["adaptive", "static"], 0))
 def test_stages_of_a_pipeline_use_the_same_samples(tmp_path: Path, sync: str) -> None:
     found = train(tmp_path, (2, 2), sync)
     for pipeline in range(2):

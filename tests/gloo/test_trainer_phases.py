@@ -29,6 +29,7 @@ from polyrhythm.run.trainer.config import DeviceConfig
 from polyrhythm.run.trainer.fit_loop import Phase
 from polyrhythm.sinks.metrics import StepInfo
 from tests.gloo.trainer_jobs import BATCH, ScriptedTuner, plan_of, run_job, trainer
+from tests.grids import long_except
 
 SYNC_MODES = ("adaptive", "balanced", "age", "decoupled", "balanced")
 NUM_STEPS = 60  # enough for all modes twice, the last of which has equal replicas
@@ -58,7 +59,7 @@ def train(
     return run_job(plan.num_workers, work, folder)
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("shape", long_except([((1, 3),), ((2, 2),)], 0))
 def test_replicas_are_equal_after_every_sync_mode_switch(
     tmp_path: Path, shape: tuple[int, int]
 ) -> None:
@@ -76,6 +77,7 @@ def test_replicas_are_equal_after_every_sync_mode_switch(
     assert rates.pop() == pytest.approx(1e-2 / (1 + NUM_STEPS / 5))
 
 
+@pytest.mark.long
 def test_loss_scales_are_equal_after_a_switch_from_groups(tmp_path: Path) -> None:
     """In groups the second pipeline overflows more often, and lowers its own scale."""
     plan = plan_of(1, 2)
@@ -208,7 +210,7 @@ def test_several_trainers_in_one_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("sync", ["all_reduce", "balanced"])
+@pytest.mark.parametrize("sync", long_except(["all_reduce", "balanced"], 0))
 def test_dead_pipeline_stops_training_in_gradient_modes(
     tmp_path: Path, sync: str, in_backward: bool
 ) -> None:
@@ -244,7 +246,7 @@ def test_dead_pipeline_stops_training_in_gradient_modes(
     assert "its share of the batch" in (tmp_path / "error0").read_text()
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (2, 3)])
+@pytest.mark.parametrize("shape", long_except([((1, 3),), ((2, 3),)], 0))
 def test_switch_after_a_loss_waits_for_living_pipelines_only(
     tmp_path: Path, shape: tuple[int, int]
 ) -> None:

@@ -77,7 +77,7 @@ def _assert_all_preempted(job: LocalJob) -> None:
             ((2, 2), "adaptive", 3),
             ((1, 2), "auto", 1),
         ],
-        *(1, 3, 4),
+        *(1, 4),
     ),
 )
 def test_sigterm_stops_all_after_a_checkpoint(
@@ -229,6 +229,7 @@ def test_grace_period_holds_when_store_does_not_answer(tmp_path: Path) -> None:
         assert job._workers[1].wait(10) == TERMINATED  # far below the timeout of 30 s
 
 
+@pytest.mark.long
 def test_forked_child_of_the_script_can_be_terminated(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> None:
         def callback(end: Any) -> None:

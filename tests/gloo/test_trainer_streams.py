@@ -106,6 +106,7 @@ def test_resume_with_another_plan_continues_the_stream(
         assert len(set(read)) == len(read)
 
 
+@pytest.mark.long
 def test_stateful_dataloader_continues_after_restore(tmp_path: Path) -> None:
     def stream(seed: int) -> StatefulDataLoader[Any]:
         torch.manual_seed(seed)

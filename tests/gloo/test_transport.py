@@ -177,6 +177,7 @@ def test_buffers_are_freed_after_send_or_use(tmp_path: Path) -> None:
     run(sender, receiver, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_slow_receiver_is_not_reported_lost(tmp_path: Path) -> None:
     """All messages together take longer than the timeout; no single one does."""

@@ -11,6 +11,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from polyrhythm.lab.lab import Lab
+from tests.grids import long_except
 from tests.lab.hosts import cluster
 
 RENDEZVOUS_TIMEOUT, TIMEOUT = 30.0, 5.0
@@ -62,7 +63,7 @@ def test_an_all_reduce_crosses_eight_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("silent", long_except([False, True], 1))
 def test_lost_host_is_detected_by_all_within_the_timeout(tmp_path: Path, silent: bool) -> None:
     with Lab(cluster(4, latency=0.005)) as lab:
         outputs = start(lab, tmp_path, rounds=10**6, host_to_lose=2)

@@ -151,7 +151,9 @@ def train(stage: int, *, schedule: str, compute: float, window: int, shifted: bo
     ("schedule", "compute", "window", "shifted"),
     [
         pytest.param("1f1b", 0.07, 4, False, id="one at a time", marks=pytest.mark.long),
-        pytest.param("1f1b", 0.07, 4, True, id="one at a time, shifted clock"),
+        pytest.param(
+            "1f1b", 0.07, 4, True, id="one at a time, shifted clock", marks=pytest.mark.long
+        ),
         pytest.param("gpipe", 0.0, 4, False, id="back to back", marks=pytest.mark.long),
         pytest.param(
             "gpipe", 0.0, 4, True, id="back to back, shifted clock", marks=pytest.mark.long

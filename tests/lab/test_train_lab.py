@@ -89,6 +89,7 @@ def test_pipelines_in_lab_match_one_process(
     assert losses(folder / "found") == pytest.approx(single_process_losses, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 def test_scenario_slows_the_trainer(folder: Path) -> None:
     """Compare action by action: a pause of the machine is longer than many actions."""

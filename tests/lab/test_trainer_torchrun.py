@@ -38,13 +38,14 @@ def failure_text(children: list[Child]) -> str:
     return "\n".join(f"{c.reason}\n{c.output.read_text()}" for c in children if c.output)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     ("num_stages", "options"),
     [
-        pytest.param(1, FORKED, marks=pytest.mark.long),
+        (1, FORKED),
         (2, FORKED),
-        pytest.param(2, [], marks=pytest.mark.long),  # new interpreters, which each load torch
+        (2, []),  # new interpreters, which each load torch
     ],
 )
 def test_torchrun_on_four_hosts_matches_one_process(

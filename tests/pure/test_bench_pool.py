@@ -92,6 +92,7 @@ def report_steps(worker: PoolWorker) -> None:
     worker.send("done")
 
 
+@pytest.mark.long
 def test_progress_restarts_the_timeout_and_is_no_answer() -> None:
     steps = []
     with WorkerPool(LocalHosts(2), report_steps) as pool:

@@ -256,6 +256,7 @@ def test_equal_buckets_are_tried_once(
         search.suggest()
 
 
+@pytest.mark.long
 def test_all_bucket_modes_are_tried() -> None:
     modes = list(BucketMode)
     space = Space(lambda c: by_bytes([4e6] * 20, c.bucket_bytes), modes)

@@ -84,6 +84,7 @@ def test_a_logarithmic_plot_has_plain_numbers() -> None:
     assert {"0.01", "100", "1000"} <= texts(plot)
 
 
+@pytest.mark.long
 def test_the_same_plot_gives_the_same_bytes_for_any_hash_seed() -> None:
     code = (
         "from tests.pure.test_chart import BARS, LINES, draw_plot;"

@@ -67,6 +67,7 @@ def problem(speeds: Sequence[float], num_layers: int = 6, **more: int) -> Proble
     )
 
 
+@pytest.mark.long
 def test_every_device_runs_one_stage_with_the_best_degrees() -> None:
     asked = problem((1.0, 0.05, 1.0, 0.05))  # a general plan would leave the slow devices out
     plan = plan_all_devices(asked)

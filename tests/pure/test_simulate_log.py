@@ -213,6 +213,7 @@ def digests_of_runs(folder: Path) -> list[str]:
     return [digest(folder / policy) for policy in policies]
 
 
+@pytest.mark.long
 def test_other_processes_write_the_same_bytes(tmp_path: Path) -> None:
     """For any hash seed; that of this process is random."""
     code = (
