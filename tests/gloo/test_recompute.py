@@ -333,7 +333,7 @@ def double_samples() -> TensorDataset:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("degrees", long_except([((1, 1),), ((2, 2),)], 0))
+@pytest.mark.parametrize("degrees", [(1, 1), pytest.param((2, 2), marks=pytest.mark.long)])
 def test_trainer_with_recomputation_equals_one_without(
     degrees: tuple[int, int], tmp_path: Path
 ) -> None:
