@@ -243,7 +243,7 @@ def _recovery(victim: int, *, quick: bool) -> Seconds:
         num_pipelines=2,
         num_microbatches=8,
         forward=0.0047,  # (4 + 3) micro-batches of 14 ms: a step of 100 ms
-        num_steps=16 if quick else 60,
+        num_steps=16 if quick else 40,
     )
     after = random.Random(victim).uniform(0.3, 0.6) if quick else 1.0 + victim * 0.0137
     outcome = run_job(setting, [Fault(victim, signal.SIGKILL, after)], timeout=_TIMEOUT)

@@ -27,7 +27,7 @@ from polyrhythm.run.averaging.group_sync import GroupSync
 from polyrhythm.sync.modes import SyncMode
 from polyrhythm.types import Bytes, Seconds
 
-_WINDOW: Seconds = 120.0  # in which the link is blackholed
+_WINDOW: Seconds = 100.0  # in which the link is blackholed
 BARS = (
     Bar("cold_connect", "<=", 4.0, "first average of 16 members, 2 ms latency / when connected"),
     Bar(
@@ -65,9 +65,9 @@ def measure_links(*, quick: bool) -> MeasuredLinks:
     """Measure all bars, for seconds each if `quick`."""
     troubles = list[str]()
     first, connected = _first_average(1 if quick else 11, troubles)
-    duration: Seconds = 1.0 if quick else _WINDOW
-    before, after = _training("age", duration, 0.5 if quick else 10.0, troubles)
-    _, exact = _training("all_reduce", 1.0 if quick else 40.0, 0.5 if quick else 5.0, troubles)
+    window: Seconds = 1.0 if quick else _WINDOW
+    before, after = _training("age", 0.5 if quick else 10.0, (window, window), troubles)
+    _, exact = _training("all_reduce", 0.5, (1.0, 1.0 if quick else 40.0), troubles)
     speeds = [sum(speed for speed, _ in found) for found in (before, after)]
     gap = max(gap for _, gap in exact)
     ratios = {
@@ -122,21 +122,22 @@ def troubles_of(what: str, report: SwitchReport, cut: tuple[int, int] | None = N
 
 
 def _training(
-    policy: str, duration: Seconds, warm_up: Seconds, troubles: list[str]
+    policy: str, warm_up: Seconds, durations: tuple[Seconds, Seconds], troubles: list[str]
 ) -> tuple[_Found, _Found]:
-    """Train without and with a blackholed link."""
+    """Train without and with a blackholed link, for some time each."""
     source, target = _CUT
+    without, blackholed = durations
     cut = LinkChange(at=0.0, source=source, target=target, up=False)
-    restored = LinkChange(at=duration, source=source, target=target, up=True)
+    restored = LinkChange(at=blackholed, source=source, target=target, up=True)
     with (
         _cluster() as lab,
         WorkerPool(lab, _train, policy, timeout=_TIMEOUT, serves_orders=True) as pool,
     ):
         pool.call("train", warm_up)
         lab.report(reset=True)
-        before = pool.call("train", duration)
+        before = pool.call("train", without)
         troubles += troubles_of(f"`{policy}` without a blackholed link", lab.report(reset=True))
-        after = pool.call("train", duration, links=(cut, restored))
+        after = pool.call("train", blackholed, links=(cut, restored))
         hosts = lab.hosts.index(source), lab.hosts.index(target)
         troubles += troubles_of(f"`{policy}` with a blackholed link", lab.report(), hosts)
         pool.call("end")
