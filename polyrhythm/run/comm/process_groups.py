@@ -41,7 +41,8 @@ NUM_FIRST_STEPS = 2  # others notice in the second one that the first update has
 NUM_SOCKETS = 2
 _MIN_SPLIT: Bytes = 4 * 2**20  # of a message that travels in several sockets
 _UNUSED_TAG, INTERFACES = 2**30, "GLOO_SOCKET_IFNAME"  # of the environment, as torch reads it
-_MAX_CLOSES = 1000  # of one connection, each after a millisecond
+_MAX_CLOSES = 1000  # of one connection, each after `_CLOSE_TIMEOUT`
+_CLOSE_TIMEOUT, _IN_TRANSFER = timedelta(milliseconds=1), timedelta(milliseconds=50)
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
 
 
@@ -444,15 +445,18 @@ def abort(group: dist.ProcessGroup) -> None:
         # Its destructor would wait for a thread of torch that may never end after an error.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return
+    # Messages that have begun get some time to arrive: a peer would wait for the rest of one until
+    # its timeout, although its connection is closed, unless its epoch ends.
+    timeout = _CLOSE_TIMEOUT if current_epoch().connects_at_once else _IN_TRANSFER
     # The sockets of a peer close one by one. A group may have fewer: the last are closed already.
     num_devices = max(NUM_SOCKETS, os.environ.get(INTERFACES, "").count(",") + 1)
     for other, number in itertools.product(range(group.size()), range(num_devices)):
         if other != group.rank():
-            _close_connection(group, other, _UNUSED_TAG + number)
+            _close_connection(group, other, _UNUSED_TAG + number, timeout)
 
 
-def _close_connection(group: dist.ProcessGroup, other: int, tag: int) -> None:
-    """Close a connection, until a receive cannot be posted any more.
+def _close_connection(group: dist.ProcessGroup, other: int, tag: int, timeout: timedelta) -> None:
+    """Close a connection after a timeout, until a receive cannot be posted any more.
 
     Gloo skips a connection that its own thread is using at the moment of the timeout.
     """
@@ -462,4 +466,5 @@ def _close_connection(group: dist.ProcessGroup, other: int, tag: int) -> None:
         except RuntimeError:
             return
         with contextlib.suppress(RuntimeError):
-            received.wait(timedelta(milliseconds=1))
+            received.wait(timeout)
+        timeout = _CLOSE_TIMEOUT
