@@ -223,6 +223,18 @@ class SyncConfig:
                 expected="options with a policy",
                 fix="omit them, or name the policy: SyncConfig('adaptive', options=...)",
             )
+        if not isinstance(self.buddy, bool):
+            raise PolicyError(
+                f"buddy={self.buddy!r}",
+                expected="True or False",
+                fix="SyncConfig('decoupled', buddy=False) for no copies of shards",
+            )
+        if not self.buddy and self.mode != AUTO and not self.first_mode.decoupled:
+            raise PolicyError(
+                f"buddy=False with sync={self.mode!r}",
+                expected="decoupled or auto: other modes have no copies of shards",
+                fix="omit buddy",
+            )
         if self.overlap and (self.mode == AUTO or not self.first_mode.can_overlap):
             raise PolicyError(
                 f"overlap=True with sync={self.mode!r}",

@@ -1,11 +1,13 @@
 """Faults of one process of a Trainer's job: it is killed or stopped at a point of the protocol."""
 
+import logging
 import os
 import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from polyrhythm.run.averaging.rounds import Averager
@@ -23,6 +25,16 @@ Fault = Callable[[DistContext], Any]  # called in each process; may return a cal
 def end_this_process(how: signal.Signals) -> None:
     os.kill(os.getpid(), how)
     time.sleep(1.0)  # the signal may take effect later
+
+
+def write_warnings(folder: Path) -> Fault:
+    """Write the warnings of each process to a file; there is no fault."""
+
+    def fault(ctx: DistContext) -> Any:
+        handler = logging.FileHandler(folder / f"warnings{ctx.rank}.log")
+        logging.getLogger("polyrhythm").addHandler(handler)
+
+    return fault
 
 
 def after_step(step: int, *ranks: int, how: signal.Signals = signal.SIGKILL) -> Fault:

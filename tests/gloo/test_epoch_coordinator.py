@@ -365,7 +365,7 @@ def leave() -> None:
             {0: kill_self, 2: raise_error}, "rank 2 failed: Zero", "rank 0 was", id="loss and error"
         ),
         pytest.param({0: lose_peer, 1: kill_self, 2: lose_peer}, "rank 1 was", "", id="stuck"),
-        pytest.param({0: leave, 1: kill_self, 2: kill_self}, "rank 0 has left", "", id="all"),
+        pytest.param({0: leave, 1: kill_self, 2: kill_self}, "was ended by SIGKILL", "", id="all"),
     ],
 )
 def test_job_keeps_survivors_of_losses_but_not_of_errors(

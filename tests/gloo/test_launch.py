@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
+from polyrhythm.errors import LaunchError, PeerError, TrainingError, WorkerError, peer_errors
 from polyrhythm.processes import BAD_INPUT, Child
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.types import Worker
@@ -116,6 +117,79 @@ def test_worker_error_waits_for_the_failed_worker(tmp_path: Path) -> None:
         LocalJob(fail_last_and_late, 3, output_folder=tmp_path) as job,
     ):
         job.wait(40)
+
+
+def kill_and_wait(job: LocalJob, rank: int) -> None:
+    """Kill a worker; the job goes on without it."""
+    os.kill(job._workers[rank].pid, signal.SIGKILL)
+    assert not job.wait(0.5)
+    assert job._workers[rank].status == -signal.SIGKILL
+
+
+def refuse_when_asked(folder: Path) -> Callable[[DistContext], None]:
+    """Return work that goes on until a file exists, and refuses then, the highest rank first."""
+
+    def work(ctx: DistContext) -> None:
+        eventually((folder / "refuse").exists)
+        time.sleep(0.5 * (ctx.world_size - ctx.rank))
+        raise TrainingError(f"nobody is left: {ctx.rank}", expected="a worker", fix="restore()")
+
+    return work
+
+
+@pytest.mark.timeout(60)
+def test_worker_error_is_that_of_a_survivor_of_earlier_losses(tmp_path: Path) -> None:
+    """As `polyrhythm train` runs it: a survivor's own error ends the job, not an earlier loss."""
+    with LocalJob(
+        refuse_when_asked(tmp_path),
+        3,
+        output_folder=tmp_path / "out",
+        shown_ranks=(0,),
+        keeps_survivors=True,
+    ) as job:
+        kill_and_wait(job, 0)
+        (tmp_path / "refuse").touch()
+        with pytest.raises(WorkerError) as caught:
+            job.wait(20)
+    assert caught.value.status == BAD_INPUT
+    text = "nobody is left: 2\n  expected: a worker\n  fix: restore()"
+    assert str(caught.value).startswith(f"worker of rank 2 refused: {text}")
+    assert caught.value.output is not None
+    assert text in Path(caught.value.output).read_text()
+
+
+@pytest.mark.timeout(60)
+def test_worker_error_names_the_last_of_several_losses(tmp_path: Path) -> None:
+    with LocalJob(
+        lambda ctx: time.sleep(FOREVER), 3, output_folder=tmp_path, keeps_survivors=True
+    ) as job:
+        for rank in (1, 2):
+            kill_and_wait(job, rank)
+        os.kill(job._workers[0].pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="rank 0 was ended by SIGKILL"):
+            job.wait(20)
+
+
+@pytest.mark.timeout(60)
+def test_loss_of_the_shown_rank_says_where_the_output_of_others_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with LocalJob(
+        lambda ctx: time.sleep(FOREVER),
+        4,
+        output_folder=tmp_path,
+        shown_ranks=(0,),
+        keeps_survivors=True,
+    ) as job:
+        for rank in (1, 0, 2):
+            kill_and_wait(job, rank)
+        assert (tmp_path / "rank3.log").exists()
+    logs = tmp_path / "rank*.log"
+    assert capfd.readouterr().err.splitlines() == [
+        "worker of rank 1 was ended by SIGKILL: the others go on",
+        f"worker of rank 0 was ended by SIGKILL: the others go on; their output is in {logs}",
+        "worker of rank 2 was ended by SIGKILL: the others go on",
+    ]
 
 
 @pytest.mark.timeout(60)

@@ -30,7 +30,7 @@ from tests.gloo.trainer_jobs import plan_of, trainer
 
 torch.set_num_threads(1)
 folder, rank = os.environ["{FOLDER}"], int(os.environ["RANK"])
-victim, how, stages, pipelines = sys.argv[1:]
+victim, how, stages, pipelines, sync = sys.argv[1:]
 
 def fault(info):
     if (rank, info.step) == (int(victim), {FAULT_STEP}):
@@ -38,7 +38,7 @@ def fault(info):
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGTERM if how == "leave" else signal.SIGKILL)
 
-made = trainer(plan_of(int(stages), int(pipelines)), sync="decoupled")
+made = trainer(plan_of(int(stages), int(pipelines)), sync=sync)
 fitted = made.fit(max_steps={NUM_STEPS}, callbacks=[fault], progress=False)
 weights = {{name: value.clone() for name, value in made.model.state_dict().items()}}
 made.close()
@@ -96,7 +96,13 @@ def output_of(folder: Path) -> str:
 
 
 def train(
-    folder: Path, how: str, victim: int, shape: tuple[int, int], backend: str, options: list[str]
+    folder: Path,
+    how: str,
+    victim: int,
+    shape: tuple[int, int],
+    sync: str,
+    backend: str,
+    options: list[str],
 ) -> dict[int, tuple[list[int], dict[str, Tensor]]]:
     """Run a job of four agents with a fault; return what the survivors have found, by rank.
 
@@ -104,7 +110,7 @@ def train(
     """
     script, port = folder / "script.py", free_port()
     script.write_text(SCRIPT)
-    arguments = [*options, str(script), str(victim), how, *map(str, shape)]
+    arguments = [*options, str(script), str(victim), how, *map(str, shape), sync]
     agents = [start_agent(folder, n, port, backend, arguments) for n in range(NUM_AGENTS)]
     lost_pipeline = {victim // shape[0] * shape[0] + stage for stage in range(shape[0])}
     survivors = [folder / f"found{rank}.pt" for rank in {*range(NUM_AGENTS)} - lost_pipeline]
@@ -137,15 +143,15 @@ def check(found: dict[int, tuple[list[int], dict[str, Tensor]]], folder: Path) -
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("how", "victim", "shape", "backend", "options"),
+    ("how", "victim", "shape", "sync", "backend", "options"),
     long_except(
         [
-            ("agent", 2, (1, 4), "static", FORKED),
-            ("agent", 2, (1, 4), "c10d", FORKED),
-            ("agent", 0, (1, 4), "static", FORKED),
-            ("agent", 3, (2, 2), "c10d", []),
-            ("worker", 0, (2, 2), "static", FORKED),
-            ("leave", 0, (1, 4), "static", []),
+            ("agent", 2, (1, 4), "all_reduce", "static", FORKED),
+            ("agent", 2, (1, 4), "decoupled", "c10d", FORKED),
+            ("agent", 0, (1, 4), "decoupled", "static", FORKED),
+            ("agent", 3, (2, 2), "decoupled", "c10d", []),
+            ("worker", 0, (2, 2), "balanced", "static", FORKED),
+            ("leave", 0, (1, 4), "decoupled", "static", []),
         ],
         0,
     ),
@@ -155,10 +161,11 @@ def test_the_others_go_on_without_a_machine(
     how: str,
     victim: int,
     shape: tuple[int, int],
+    sync: str,
     backend: str,
     options: list[str],
 ) -> None:
-    check(train(tmp_path, how, victim, shape, backend, options), tmp_path)
+    check(train(tmp_path, how, victim, shape, sync, backend, options), tmp_path)
 
 
 def detached_keys() -> ServerKeys:

@@ -103,6 +103,8 @@ def test_autocast_trains_in_lower_precision(tmp_path: Path) -> None:
         (DeviceConfig, {"autocast": torch.float64}, "autocast=torch.float64", "bfloat16"),
         (SyncConfig, {"mode": "adaptve"}, "unknown sync mode: 'adaptve'", "adaptive"),
         (SyncConfig, {"overlap": True}, "overlap=True with sync='decoupled'", "adaptive"),
+        (SyncConfig, {"buddy": "no"}, "buddy='no'", "buddy=False"),
+        (SyncConfig, {"mode": "age", "buddy": False}, "buddy=False with sync='age'", "omit"),
         (SyncConfig, {"options": {"max_age": 3}}, "options={'max_age': 3}", "adaptive"),
     ],
 )

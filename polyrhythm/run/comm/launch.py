@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Self
 
@@ -257,11 +257,17 @@ def set_context(ctx: DistContext) -> None:
 
 
 def worker_keys() -> WorkerKeys:
-    """Return the keys from this process's launcher, else from its key file, else new ones."""
+    """Return the keys from this process's launcher, else from its key file, else its own."""
     if _contexts and (keys := _contexts[-1].keys) is not None:
         return keys
     path = os.environ.get(KEYS_VARIABLE)
-    return WorkerKeys.load(Path(path)) if path else WorkerKeys.new()
+    return WorkerKeys.load(Path(path)) if path else _own_keys(os.getpid())
+
+
+@cache
+def _own_keys(_pid: int) -> WorkerKeys:
+    """Return the same keys at each call: a coordinator knows them from the first one."""
+    return WorkerKeys.new()
 
 
 class LocalJob:
@@ -286,8 +292,9 @@ class LocalJob:
         With `keeps_survivors` the job goes on, with a line in stderr, without a worker that a
         signal has ended, that the coordinator has fenced, or that has left after its own SIGTERM:
         it is lost. The job succeeds when all others do, and at least one has. Any other failure
-        ends the job: an error of the program is the same everywhere, and a worker that cannot go on
-        without a lost one fails for that one's reason. After `request_stop` no loss is accepted.
+        ends the job: an error of the program is the same everywhere. Then the WorkerError is that
+        of the first worker with an error of its own; else, if the others have only lost peers, or
+        all are lost, that of the last loss. After `request_stop` no loss is accepted.
         `timeouts` are the coordinator's; its events go to `membership.jsonl` of the folder.
         """
         self._shown_ranks = shown_ranks
@@ -296,6 +303,7 @@ class LocalJob:
         self._workers: list[Child] = []
         self._coordinator: JobCoordinator | None = None
         self._lost: list[int] = []  # ranks, in the order in which their ends were noticed
+        self._failures: list[int] = []  # ranks of the other failures, in the same order
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -375,11 +383,11 @@ class LocalJob:
                 break
             wait_for_any(self._workers, remaining)
         if is_cause_unknown:
-            self._raise_cause()
+            self._raise_cause(failed)
         statuses = {*failed.values()}
         is_leaving = bool(_LEAVING & statuses) and not statuses - _STOPPED_STATUSES
         if failed and not (is_leaving and is_any_running):
-            rank = min(failed, key=lambda rank: (*self._doubts(rank), rank))
+            rank = min(failed, key=lambda rank: (*self._doubts(rank), self._order(rank)))
             raise self._error(rank, failed[rank])
 
     def _failed(self) -> dict[int, int]:
@@ -394,7 +402,8 @@ class LocalJob:
                 self._accept_loss(rank)
                 del failed[rank]
             if len(self._lost) == self._num_workers:
-                raise self._error_of_lost(self._lost[0])
+                raise self._error_of_last_lost()
+        self._failures += [rank for rank in failed if rank not in self._failures]
         return failed
 
     def _accept_loss(self, rank: int) -> None:
@@ -404,12 +413,26 @@ class LocalJob:
             self._coordinator.report_exit(rank, f"it {reason}")
         worker.signal(signal.SIGKILL)  # the processes that it has started
         if any(other.status is None for other in self._workers):
-            print(f"{self._name(rank)} {reason}: the others go on", file=sys.stderr, flush=True)
+            line = f"{self._name(rank)} {reason}: the others go on{self._output_of_others(rank)}"
+            print(line, file=sys.stderr, flush=True)
 
-    def _raise_cause(self) -> None:
-        """Raise the cause of workers that have only lost another process, if it is known."""
+    def _output_of_others(self, lost: int) -> str:
+        """Say where output still goes when no worker is left whose output is shown."""
+        is_shown = any(self._workers[rank].status is None for rank in self._shown_ranks)
+        if lost not in self._shown_ranks or is_shown:
+            return ""
+        return f"; their output is in {self._folder / 'rank*.log'}"
+
+    def _raise_cause(self, failed: Collection[int]) -> None:
+        """Raise the cause of workers that have only lost another process, if it is known.
+
+        The others may have survived all losses but the last one. A refusal after losses is the
+        worker's own error: it is the cause itself.
+        """
         if self._lost:
-            raise self._error_of_lost(self._lost[0])
+            if any(self._workers[rank].status != PEER_LOST for rank in failed):
+                return
+            raise self._error_of_last_lost()
         process = None if self._coordinator is None else self._coordinator.process
         if process is not None and process.status is not None:
             raise WorkerError(
@@ -430,7 +453,14 @@ class LocalJob:
         worker = self._workers[rank]
         return worker.status == PEER_LOST, not worker.failure.traceback
 
-    def _error_of_lost(self, rank: int) -> WorkerError:
+    def _order(self, rank: int) -> int:
+        """Of failures after a loss the first one is reported, else that of the lowest rank."""
+        return self._failures.index(rank) if self._lost else rank
+
+    def _error_of_last_lost(self) -> WorkerError:
+        """Of the last lost worker, if any one that has not left."""
+        ended = [rank for rank in self._lost if self._workers[rank].status not in _LEAVING]
+        rank = (ended or self._lost)[-1]
         status = self._workers[rank].status
         assert status is not None, "it has ended"
         return self._error(rank, status)

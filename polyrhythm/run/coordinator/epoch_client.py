@@ -169,7 +169,7 @@ class EpochClient:
         `may_end`: it may be the last one of the epoch, for a member that leaves. After another
         PeerError the step may have been committed all the same: the next Begin tells.
         """
-        start, action = time.monotonic(), f"the commit of step {number}"
+        start, action = time.monotonic(), "the commit of a step"
         with self._changed:
             self._raise_if_over(action, start)
             self._vote = Vote(*self._key, self.epoch, number, num_voters, may_end)

@@ -1214,7 +1214,8 @@ class Phase:
                 if fit.display is not None or fit.loggers:
                     shown = self.group_metrics.combined(self.lost_pipelines()) or info
             fit.wants_stop |= fit.report(info, shown)
-            if info.loss is None and self._context.is_leader and not fit.has_warned_of_labels:
+            may_warn = self._context.is_leader and not self._metrics.is_abandoned
+            if info.loss is None and may_warn and not fit.has_warned_of_labels:
                 fit.has_warned_of_labels = True
                 _logger.warning("step %d has no label: all are ignored, as -100 is", info.step)
             self._check_scale(info)

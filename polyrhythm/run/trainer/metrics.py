@@ -338,6 +338,7 @@ class StepMetrics:
         self._wait: Callable[[], list[list[Measured]]] | None = None
         self._found: list[tuple[MeasuredStep, list[Measured]]] = []  # not reported
         self.is_stop_wanted = False  # by a callback of any worker in lockstep
+        self.is_abandoned = False  # what is reported last lacks the numbers of other workers
 
     def start(self, step: MeasuredStep) -> None:
         self._steps.append(step)
@@ -379,6 +380,7 @@ class StepMetrics:
 
         `last`: the last step, if its gather has not started.
         """
+        self.is_abandoned = True
         steps = [*self._started, *self._steps, *([] if last is None else [last])]
         self._started, self._steps, self._wait = [], [], None
         self._found += [(step, [step.read()]) for step in steps]

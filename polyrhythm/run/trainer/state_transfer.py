@@ -80,7 +80,8 @@ def check_state(start: EpochStart) -> int:
         spares = [member for member, own in states.items() if not own.has_state]
         what = f"stages {sorted(missing)}" if missing else f"the places of processes {needed}"
         raise TrainingError(
-            f"nobody is left for {what}: processes {spares} were spares for too long",
+            f"no process has the weights of {what} after the last step any more"
+            + (f": processes {spares} were spares, which do not get them" if spares else ""),
             expected="for each stage a worker that has made the last step",
             fix="restore() the newest checkpoint, or use more pipelines",
         )
