@@ -97,7 +97,7 @@ def num_alive(buffers: list[StorageWeakRef]) -> int:
 
 
 def wait_until(condition: Callable[[], bool], message: str) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 45
     while not condition():
         assert time.monotonic() < deadline, message
         time.sleep(0.01)
