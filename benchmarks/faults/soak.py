@@ -33,9 +33,6 @@ _STOPPED: Seconds = 20.0  # longer than any heartbeat timeout
 # faults: the job then lasts until that process has been continued.
 _FIRST = (signal.SIGKILL, signal.SIGTERM)
 _OTHERS = (signal.SIGKILL,) * 5 + (signal.SIGTERM,) * 2
-# Stages of a pipeline wait for one another's draws there (docs/sync.md), each time for up to 30 s:
-# without a fault, too, a job may take longer than `_TIMEOUT`.
-_WITHOUT_STAGES = "random"
 _MAX_LISTED = 8  # positions in a message
 
 
@@ -96,15 +93,14 @@ def soak_job(number: int) -> tuple[Setting, list[Fault]]:
 
 def _drawn(number: int) -> tuple[random.Random, Setting, list[int]]:
     """Return the setting of a job and the pipelines with faults, so that one whole one is left."""
-    chosen, sync = random.Random(number), MODES[number % len(MODES)]
-    num_stages = chosen.choice((1, 2))
+    chosen = random.Random(number)
     setting = Setting(
-        num_stages=1 if sync == _WITHOUT_STAGES else num_stages,
+        num_stages=chosen.choice((1, 2)),
         num_pipelines=chosen.choice((3, 4)),
         num_microbatches=12,
         forward=0.004,
         num_steps=40,
-        sync=sync,
+        sync=MODES[number % len(MODES)],
     )
     num_faults = chosen.randint(1, setting.num_pipelines - 1)
     return chosen, setting, chosen.sample(range(setting.num_pipelines), num_faults)
