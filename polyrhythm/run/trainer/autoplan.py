@@ -430,9 +430,8 @@ class AutoPlanner:
         plan = load_cached_plan(self.config.run_dir, key)
         if plan is not None:
             file = self.config.run_dir / PLAN
-            with contextlib.suppress(
-                UserError
-            ):  # they are gone: it is planned for them all the same
+            # Without its inputs the plan is used all the same.
+            with contextlib.suppress(UserError):
                 self.problem = self._problem_of(
                     *planned_inputs(plan, file, cluster=None, profile=None)
                 )

@@ -905,7 +905,9 @@ def _copy_containers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy_containers(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_copy_containers, value))
+        copies = map(_copy_containers, value)
+        is_named = hasattr(value, "_fields")  # a namedtuple takes its items one by one
+        return type(value)(*copies) if is_named else type(value)(copies)
     return value.clone() if isinstance(value, Tensor) else value
 
 
