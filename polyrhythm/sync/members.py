@@ -373,6 +373,20 @@ class BrokenLinks:
             if link.until > now and members.issuperset(pair)
         )
 
+    def worst(
+        self, pairs: Iterable[tuple[Worker, Worker]], workers: Iterable[Worker]
+    ) -> tuple[tuple[Worker, Worker], ...]:
+        """Return the pairs that failed most often, as long as one of `workers` is in none of them.
+
+        The others are tried again: one that works again is restored, the rest fails once more.
+        """
+        relays, kept = set(workers), list[tuple[Worker, Worker]]()
+        for pair in sorted(pairs, key=lambda pair: (-self._links[pair].num_failures, pair)):
+            if len(relays.difference(pair)) > 0:
+                relays.difference_update(pair)
+                kept.append(pair)
+        return tuple(sorted(kept))
+
     def reason(self, pairs: Iterable[tuple[Worker, Worker]]) -> str:
         """Describe broken links."""
         texts = []

@@ -602,8 +602,8 @@ class Scheduler:
             if len({worker for pair in apart for worker in pair}) == len(members):
                 if self._skip_group(group_round, self._links.reason(apart)):
                     return
-                apart = ()  # the links are tried again: all workers need this average
-            else:
+                apart = self._links.worst(apart, members)  # all workers need this average
+            if apart:
                 why = f"{why}; {self._links.reason(apart)}"
         assign = Assign(
             group_round.gid,

@@ -85,6 +85,33 @@ def test_a_broken_link_is_tried_again_and_used_once_it_works() -> None:
     assert scheduler._links.reason([(A, B)]) == BROKEN, "it starts anew"
 
 
+@given(
+    broken=st.sampled_from(list(itertools.combinations(range(4), 2))),
+    named_once=st.sets(st.sampled_from(list(itertools.combinations(range(4), 2))), max_size=6),
+)
+def test_all_workers_average_though_working_links_were_reported_as_broken(
+    broken: tuple[int, int], named_once: set[tuple[int, int]]
+) -> None:
+    """A slow machine may report links that work: then no worker may be left to send around them."""
+    scheduler = Scheduler([AllReduce(4)], 4, waits_for_all=True, limits=Limits(connect_timeout=1.0))
+    members = WORKERS[:4]
+    for worker in members:
+        scheduler.step(Join(worker, "node", 0))
+    assign = ready(scheduler, *members)[-1]
+    failing, now = {broken, *named_once}, 1.0
+    for _ in range(6):
+        assert isinstance(assign, Assign)
+        lost = [(WORKERS[i], WORKERS[j]) for i, j in failing]
+        lost = [pair for pair in lost if pair not in assign.apart]
+        if not lost:
+            break
+        now, failing = now + REPORT_WINDOW + 0.1, {broken}
+        assign = report(
+            scheduler, assign.gid, now, *(p for a, b in lost for p in ((a, b), (b, a)))
+        )[-1]
+    commit(scheduler, assign.gid, tuple(members), now + 0.1)
+
+
 def test_a_dead_worker_breaks_no_link() -> None:
     scheduler = scheduler_of(3)
     (first,) = ready(scheduler, A, B, C)
