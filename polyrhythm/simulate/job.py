@@ -4,6 +4,7 @@ It consists of the runtime's own data: schedules are lists of actions, the setup
 scheduler that a coordinator serves, the scenario is the file that a lab plays.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -56,6 +57,12 @@ class SimulatedJob:
         _check_schedules(self)
         _check_sync_mode(self)
         self.scenario.check(self.cluster)
+
+    @property
+    def setup(self) -> Setup:
+        """The setup of the scheduler: `sync`, with how far the stages run ahead of one another."""
+        has_flush = self.in_flight is None
+        return replace(self.sync, steps_ahead=float(self.overlap) if has_flush else math.inf)
 
     @property
     def has_epochs(self) -> bool:

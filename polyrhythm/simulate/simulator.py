@@ -136,7 +136,7 @@ class Simulation:
     ) -> SimulatedAveraging:
         job, log = self._job, self._log
         coordinator = SimulatedCoordinator(
-            job.sync, self._clock, self._on_command, None if log is None else log.decisions
+            job.setup, self._clock, self._on_command, None if log is None else log.decisions
         )
         hides_all_gather = job.decoupled and self._all_reduce is None
         return SimulatedAveraging(

@@ -10,7 +10,7 @@ the round is done, it waits for that round like any other member. `scheduler.py`
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
@@ -458,6 +458,15 @@ class GroupQueue:
             if {*pair} <= {*assign.members} and pair not in assign.apart:
                 yield group_round
 
+    def oldest_unready(self, members: Container[MemberState]) -> GroupRound | None:
+        """Return the oldest group in which one of these workers waits for unready members."""
+        for group_round in self.groups.values():
+            if group_round.unready and any(
+                member in members and member.is_ready for member in group_round.members
+            ):
+                return group_round
+        return None
+
     def set_deadline(self, group_round: GroupRound, deadline: Seconds) -> None:
         group_round.deadline = deadline
         heapq.heappush(self._deadlines, (deadline, group_round.gid))
@@ -510,6 +519,11 @@ class GroupWaits:
         while self._heap and not self._heap[0].is_waiting():
             heapq.heappop(self._heap)
         return self._heap[0].deadline if self._heap else math.inf
+
+    def oldest(self, members: Container[MemberState]) -> GroupWait | None:
+        """Return the wait of one of these workers that began first; None if none waits."""
+        waits = (each for each in self._heap if each.member in members and each.is_waiting())
+        return min(waits, key=lambda wait: wait.number, default=None)
 
     def pop_next(self) -> GroupWait:
         """Remove and return the wait with the deadline of `next_deadline`."""

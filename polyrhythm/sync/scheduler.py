@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.deadlock import deadlocked
 from polyrhythm.sync.dispatch import SampleLedger
 from polyrhythm.sync.dispatch_handler import DispatchHandler
 from polyrhythm.sync.members import (
@@ -90,6 +91,7 @@ class Scheduler:
         waits_for_all: bool = False,  # each average is one of all workers: see SyncMode
         limits: Limits | None = None,
         pipelines_die_whole: bool = True,
+        steps_ahead: float = math.inf,  # see `deadlocked`; inf for timeouts alone
         first_gid: int = 1,  # above all group ids of an earlier scheduler of the job
         dispatcher: SampleLedger | None = None,
     ) -> None:
@@ -105,7 +107,7 @@ class Scheduler:
         )
         # Groups by outcome, and refused, ignored and early messages by kind.
         self.counters: Counter[str] = Counter()
-        self._limits = limits or Limits()
+        self._limits, self._steps_ahead = limits or Limits(), steps_ahead
         self._queue, self._waits = GroupQueue(first_gid), GroupWaits()
         self._links = BrokenLinks()
         self._timers: list[Seconds] = []  # of all policies and global averages
@@ -159,6 +161,8 @@ class Scheduler:
             self._handle_early()
         if self._late_joins:
             self._join_late()
+        if self._steps_ahead < math.inf:
+            self._end_deadlocks()
         self._timer = min(
             self._queue.next_deadline(), self._waits.next_deadline(), self._first_timer
         )
@@ -555,10 +559,10 @@ class Scheduler:
         self._out.append(member.step_end)
         self._end_step(member)
 
-    def _skip_waiting(self, wait: GroupWait) -> None:
-        """Skip a worker whose wait timed out, and reset it in its policy."""
+    def _skip_waiting(self, wait: GroupWait, why: str) -> None:
+        """Skip a worker that waits for a group, and reset it in its policy."""
         member = wait.member
-        self._skip(member, f"no group within {wait.wait_timeout:.3g} s", failed=True)
+        self._skip(member, why, failed=True)
         self._leave_policy(member, member.stage_policy)
         self._rejoin_policy(member)
 
@@ -687,6 +691,12 @@ class Scheduler:
                 self._skip(member, why, failed=True)
         self._resubmit(waiting)
 
+    def _fail_unready(self, group_round: GroupRound, reason: str) -> None:
+        """Abort a group whose members are not all ready; the others request again when they are."""
+        for worker in group_round.unready:
+            self.membership.members[worker].has_requested = False
+        self._fail(group_round, reason)
+
     def _abort(self, group_round: GroupRound, reason: str) -> None:
         if group_round.is_open:
             self.counters["aborted"] += 1
@@ -755,19 +765,34 @@ class Scheduler:
         for group_round in self._queue.expired(self._now):
             slow = " ".join(map(str, sorted(group_round.unready or group_round.pending)))
             if group_round.unready:
-                for worker in group_round.unready:  # it requests again when it becomes ready
-                    self.membership.members[worker].has_requested = False
                 group_round.stage_policy.ready_timeout.record_timeout()
-                reason = f"{slow} not ready within {self._now - group_round.opened:.3g} s"
+                why = f"{slow} not ready within {self._now - group_round.opened:.3g} s"
+                self._fail_unready(group_round, why)
             else:
                 group_round.stage_policy.average_timeout.record_timeout()
-                reason = f"{slow} not done within {self._now - group_round.started:.3g} s"
-            self._fail(group_round, reason)
+                why = f"{slow} not done within {self._now - group_round.started:.3g} s"
+                self._fail(group_round, why)
         for stage_policy in (*self._stage_policies, *self._average_alls):
             if self._timers[stage_policy.timer] <= self._now:
                 self._accept(stage_policy, stage_policy.policy.on_timer(self._now))
         while self._waits.next_deadline() <= self._now:
-            self._skip_waiting(self._waits.pop_next())
+            wait = self._waits.pop_next()
+            self._skip_waiting(wait, f"no group within {wait.wait_timeout:.3g} s")
+
+    def _end_deadlocks(self) -> None:
+        """Skip the oldest wait, or abort the oldest group, until no deadlock is left."""
+        why = "stages wait for one another's groups"
+        while self._first_timer == math.inf:  # else a policy will act
+            workers = deadlocked(self.membership.stages, self._steps_ahead)
+            if (wait := self._waits.oldest(workers)) is not None:
+                self._skip_waiting(wait, why)
+            elif (group_round := self._queue.oldest_unready(workers)) is not None:
+                self._fail_unready(group_round, why)
+            else:
+                return
+            self.counters["deadlocks"] += 1
+            if self._early_members:
+                self._handle_early()
 
 
 def _bits(members: Iterable[MemberState]) -> int:

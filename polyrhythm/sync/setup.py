@@ -30,6 +30,9 @@ class Setup:
     lease: Seconds = LEASE  # of the enforcement token
     limits: Limits = field(default_factory=Limits)
     pipelines_die_whole: bool = True
+    # How many steps a worker may run while another stage of its pipeline waits for a group: 0, or
+    # 1 with overlap. inf without a flush, or if it is unknown: then only timeouts end deadlocks.
+    steps_ahead: float = math.inf
     first_gid: int = 1
     sampler_state: SamplerState | None = None  # None for a job without sample dispatcher
 
@@ -105,9 +108,14 @@ class Setup:
             waits_for_all=self.mode.waits_for_all,
             limits=self.mode.limits(self.num_stages, self.limits),
             pipelines_die_whole=self.pipelines_die_whole,
+            steps_ahead=self.steps_ahead if self._can_deadlock else math.inf,
             first_gid=self.first_gid,
             dispatcher=self._ledger(),
         )
+
+    @property
+    def _can_deadlock(self) -> bool:
+        return self.mode.has_unbounded_wait and self.num_stages > 1
 
     def _ledger(self) -> SampleLedger | None:
         if self.sampler_state is None:

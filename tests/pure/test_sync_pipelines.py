@@ -14,7 +14,7 @@ from polyrhythm.sync.policies.age import Age
 from polyrhythm.sync.policies.windowed import EnforcementToken, WindowedGroups
 from polyrhythm.sync.protocol import Assign, Ready
 from polyrhythm.sync.scheduler import Scheduler
-from polyrhythm.types import Action, Op, Worker
+from polyrhythm.types import Action, Op, Seconds, Worker
 from tests.grids import num_examples
 from tests.pure.scheduler_grid import (
     CEILING,
@@ -27,6 +27,8 @@ from tests.pure.scheduler_grid import (
     seeds,
     shapes,
 )
+
+HOUR: Seconds = 3600.0
 
 
 def without_a_shared_token(
@@ -113,6 +115,32 @@ def test_unbounded_policies_deadlock_without_a_group_timeout(
     for grid in stuck:
         waiting = {w.stage for w, state in grid.workers.items() if state.waits_since is not None}
         assert len(waiting) > 1
+
+
+@pytest.mark.parametrize("name", ["random", "smart", "partial_reduce", "static"])
+@given(
+    shape=st.tuples(st.integers(2, 4), st.integers(2, 5)),
+    seed=seeds,
+    takes_requests=st.booleans(),
+    failure_probability=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=num_examples(40))
+def test_a_deadlock_of_stages_ends_at_once(
+    name: str,
+    shape: tuple[int, int],
+    seed: int,
+    takes_requests: bool,
+    failure_probability: float,
+) -> None:
+    """In a pipeline with a flush no wait times out if timeouts are long."""
+    options = {} if name == "static" else {"group_size": 2}
+    policies = make_policies(name, num_stages=shape[0], num_pipelines=shape[1], options=options)
+    limits = Limits(group_timeout=HOUR, ready_timeout=HOUR)
+    scheduler = Scheduler(policies, shape[1], limits=limits, steps_ahead=0)
+    more = {"takes_requests": takes_requests, "failure_probability": failure_probability}
+    grid = Grid(scheduler, *shape, 6, random_times(seed), seed, in_flight=1, **more).run()
+    assert grid.unfinished() == []
+    assert grid.now < HOUR
 
 
 def figure_3(make: Callable[..., Scheduler]) -> Grid:

@@ -14,6 +14,7 @@ pre-hook of the optimizer's step. The scheduler (`sync/`) forms the groups, exce
 where a fixed rule does.
 """
 
+import math
 import socket
 import time
 import weakref
@@ -122,6 +123,7 @@ class GroupSync:
             seed=seed,
             sampler_state=sampler_state,
             limits=Limits(average_all_timeout=_AVERAGE_ALL_SHARE * timeout),
+            steps_ahead=float(overlap) if _has_flush(model) else math.inf,
         )
         _check_model(module, optimizer)
         _check_options(
@@ -469,6 +471,10 @@ def _check_options(
             expected="the address of the `polyrhythm coordinator` whose keys these are",
             fix="pass coordinator='tcp://HOST:PORT', or omit keys",
         )
+
+
+def _has_flush(model: object) -> bool:
+    return isinstance(model, Pipeline) and model.is_flushed
 
 
 def _check_flush(model: object, decoupled: bool) -> None:
