@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.processes import TERMINATED, Child
+from polyrhythm.run.comm import epoch, process_groups
 from polyrhythm.run.comm.launch import DistContext, LocalJob
+from polyrhythm.run.comm.process_groups import GlooGroup
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from polyrhythm.run.trainer import checkpointer, elastic
@@ -209,21 +210,27 @@ def test_a_second_loss_while_the_survivors_connect(tmp_path: Path, point: str) -
     check(found, (1, 4), tmp_path)
 
 
-@pytest.mark.long
-def test_one_survivor_alone_fails_to_connect(tmp_path: Path) -> None:
-    """Torch counts groups, also failed ones, and the number is in the keys of the next one."""
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_one_survivor_alone_fails_to_connect(tmp_path: Path, is_connected: bool) -> None:
+    """The others know it at once, although gloo waits for it for a long time.
+
+    Torch counts groups, also failed ones, and the number is in the keys of the next one.
+    """
     killed = after_step(4, 1)
 
     def fault(ctx: DistContext) -> Any:
         numbers = count()
 
-        class Failing(distributed_c10d.ProcessGroupGloo):
-            def __init__(self, store: Any, rank: int, size: int, **more: Any) -> None:
-                super().__init__(store, rank, size, **more)
-                if (ctx.rank, size) == (2, 3) and next(numbers) == 0:
+        class Failing(GlooGroup):
+            def __init__(self, store: Any, rank: int, size: int, *args: Any, **more: Any) -> None:
+                fails = (ctx.rank, size) == (2, 3) and next(numbers) == 0
+                if is_connected or not fails:
+                    super().__init__(store, rank, size, *args, **more)
+                if fails:
                     raise RuntimeError("connect timeout")
 
-        distributed_c10d.ProcessGroupGloo = Failing
+        process_groups.GlooGroup = Failing  # type: ignore[misc]
+        epoch._CONNECT_TIMEOUT = 2 * _TIMEOUT
         return killed(ctx)
 
     found = train(tmp_path, (1, 4), fault, sync="all_reduce")

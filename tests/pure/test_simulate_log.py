@@ -58,7 +58,7 @@ def test_decisions_of_every_policy_replay_alike(tmp_path: Path, policy: str) -> 
     found = simulate(job, num_steps=12, run=tmp_path / "run")
     assert replay(tmp_path / "run" / LOG_NAME) is None
     reader = DecisionReader(tmp_path / "run" / LOG_NAME)
-    assert reader.setup == job.sync
+    assert reader.setup == job.setup
     decisions = [decision for _, decision in reader.decisions()]
     times = [decision.event.now for decision in decisions]
     assert times == sorted(times)

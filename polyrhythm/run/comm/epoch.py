@@ -24,8 +24,8 @@ from polyrhythm.errors import PeerError
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds
 
-# To connect, all members of an epoch come at once: one that does not is lost, and no abort can
-# end the wait of gloo for its address.
+# To connect, all members of an epoch come at once: one that does not is lost. So long gloo waits
+# for its address, and five times as long for the connection.
 _CONNECT_TIMEOUT: Seconds = 20.0
 _T = TypeVar("_T")
 

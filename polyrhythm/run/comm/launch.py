@@ -41,7 +41,7 @@ from polyrhythm.processes import (
     is_loss,
     wait_for_any,
 )
-from polyrhythm.run.comm.process_groups import count_rounds
+from polyrhythm.run.comm.process_groups import connecting_in_epoch, count_rounds
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.coordinator.epoch_client import CoordinatorAccess
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
@@ -141,7 +141,7 @@ class DistContext:
         `rank` replaces that of the launcher; `backend` is torch's. All leave at a barrier, since
         rank 0 may serve the store until none needs it.
         """
-        with peer_errors("another process of the job", "joining"):
+        with peer_errors("another process of the job", "joining"), connecting_in_epoch():
             limit = timedelta(seconds=timeout)
             dist.init_process_group(
                 backend,

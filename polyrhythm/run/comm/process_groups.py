@@ -17,11 +17,13 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
@@ -44,6 +46,28 @@ _UNUSED_TAG, INTERFACES = 2**30, "GLOO_SOCKET_IFNAME"  # of the environment, as 
 _MAX_CLOSES = 1000  # of one connection, each after `_CLOSE_TIMEOUT`
 _CLOSE_TIMEOUT, _IN_TRANSFER = timedelta(milliseconds=1), timedelta(milliseconds=50)
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
+
+
+class GlooGroup(dist.ProcessGroupGloo):
+    """A group whose wait for its ranks to connect ends with the epoch.
+
+    Gloo waits for a connection five times as long as its timeout, even from a rank that has failed
+    to connect with another one and is gone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        current_epoch().wait(partial(super().__init__, *args, **kwargs))
+
+
+@contextlib.contextmanager
+def connecting_in_epoch() -> Iterator[None]:
+    """Let functions of torch make groups whose wait for their ranks ends with the epoch."""
+    original = distributed_c10d.ProcessGroupGloo
+    distributed_c10d.ProcessGroupGloo = GlooGroup  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = original  # type: ignore[misc]
 
 
 class Replicas:
@@ -260,7 +284,7 @@ def _connect(
     options = gloo_options(num_sockets)
     options._timeout = timedelta(seconds=_connect_timeout(ranks, name, timeout))
     with peer_errors("another process", f"making the group for {purpose}"):
-        made: dist.ProcessGroup = dist.ProcessGroupGloo(  # type: ignore[assignment]  # same methods
+        made: dist.ProcessGroup = GlooGroup(  # type: ignore[assignment]  # same methods
             PrefixStore(name, _get_default_store()),
             list(ranks).index(dist.get_rank()),
             len(ranks),
@@ -284,8 +308,8 @@ def gloo_options(num_sockets: int = 1) -> Any:
 def _connect_timeout(ranks: Sequence[int], name: str, timeout: Seconds) -> Seconds:
     """Return how long these ranks may take to connect; in an epoch wait until all are here.
 
-    Gloo waits for their addresses in the store, which no abort can end: a rank that is lost before
-    would delay the next epoch by the timeout.
+    Gloo waits for their addresses in the store, which no abort can end: for a rank that is lost
+    before, a thread would wait until the timeout.
     """
     epoch = current_epoch()
     if epoch.connects_at_once:
@@ -356,9 +380,10 @@ def _new_mesh_group(ranks: list[int], purpose: str, timeout: Seconds) -> dist.Pr
     limit, epoch = timeout, current_epoch()
     if epoch.connects_at_once:
         limit = _connect_timeout(ranks, unique_name(ranks, purpose), timeout)
-    made: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timedelta(seconds=limit), use_local_synchronization=True
-    )
+    with connecting_in_epoch():
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timedelta(seconds=limit), use_local_synchronization=True
+        )
     if epoch.connects_at_once:
         backend = gloo_of(made)
         set_timeout(backend, timeout)

@@ -21,11 +21,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, cast
 
 import msgspec
 from msgspec import structs
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from polyrhythm.errors import PeerError, TrainingError
 from polyrhythm.plan.plan import Plan
@@ -334,7 +334,9 @@ class ElasticJob:
         self._assignment = assignment
         plan, worker = assignment.plan, assignment.workers.get(self.member)
         assert self._ctx.store is not None, "the rendezvous comes first"
-        store = PrefixStore(f"polyrhythm/epoch {begin.epoch}", self._ctx.store)
+        # A connection of its own: on that of an ended epoch a wait of gloo may go on.
+        prefix = f"polyrhythm/epoch {begin.epoch}"
+        store = cast(Store, prefixed(prefix, self._ctx.store).clone())
         places = assignment.places
         own_stage = places[self.member].stage
         return EpochStart(

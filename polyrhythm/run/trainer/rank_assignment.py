@@ -315,7 +315,7 @@ def join_epoch(ctx: DistContext, plan: Plan, worker: Worker, timeout: Seconds) -
     stack, epoch = ExitStack(), current_epoch()
     assert ctx.store is not None, "the epoch has one"
     store = JobStore(prefixed("workers", ctx.store), ctx.rank, timeout=timeout)
-    # Torch waits in the store for all of them, which no abort can end.
+    # Torch waits in the store for all of them, in a thread that may be left alone until a timeout.
     store.barrier("to connect", Members(tuple(range(ctx.world_size))))
     # A group that could not connect still counts, and the number is in the keys of the next one.
     dist.distributed_c10d._world.group_count = 0

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from polyrhythm.errors import TrainingError, peer_errors
 from polyrhythm.run.comm.epoch import current_epoch
-from polyrhythm.run.comm.process_groups import gloo_options, set_timeout
+from polyrhythm.run.comm.process_groups import GlooGroup, gloo_options, set_timeout
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.run.trainer.elastic import EpochStart
 from polyrhythm.sync.dispatch import SamplerState
@@ -107,7 +107,7 @@ def new_transfer_group(
     options = gloo_options()
     options._timeout = timedelta(seconds=current_epoch().connect_timeout(timeout))
     with peer_errors("another process", f"the {name}"):
-        made: dist.ProcessGroup = dist.ProcessGroupGloo(  # type: ignore[assignment]  # same methods
+        made: dist.ProcessGroup = GlooGroup(  # type: ignore[assignment]  # same methods
             PrefixStore(name, store), rank, len(holders), options
         )
     current_epoch().add(made)
