@@ -81,6 +81,7 @@ def all_finite(tensors: dict[str, Any]) -> bool:
     return all(bool(t.isfinite().all()) for t in tensors.values() if isinstance(t, Tensor))
 
 
+@pytest.mark.long
 @given(
     kind=st.sampled_from(sorted(OPTIMIZERS)),
     beta=st.sampled_from([0.5, 0.9, 0.95, 0.99, 0.999]),

@@ -131,6 +131,7 @@ def test_setting_b_sleeps_three_steps_before_a_tenth_of_forwards_and_backwards()
     assert steps != steps_of(machines, 4, 0, 20_000)
 
 
+@pytest.mark.long
 def test_micro_batches_follow_the_sleeps_of_their_step() -> None:
     step = emulated_step(setting_b(8, 0.4, 10, 1), 3, 0)
     moments = {tuple(round(at, 6) for at in step.moments(0.0, 4)) for _ in range(1000)}

@@ -146,6 +146,7 @@ def test_training_continues_while_a_slow_disk_writes(tmp_path: Path) -> None:
     assert "step 2 skipped: stage 0 was still writing" in first["warned"][0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow_stage", long_except([0, 1], 1))
 def test_a_stage_may_write_for_longer_than_the_timeout(slow_stage: int, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> bool:

@@ -37,6 +37,7 @@ from tests.gloo.decoupled import (
 )
 from tests.gloo.pipelines import run_single_process, run_stages
 from tests.gloo.replicas import run_replicas
+from tests.grids import long_except
 
 KINDS = ["in place", pytest.param("wrapped", marks=pytest.mark.long)]
 NUM_STEPS = 4
@@ -149,7 +150,7 @@ MODELS: dict[str, Callable[[], Blocks]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", long_except(list(MODELS), 2))
 def test_compiled_blocks_have_the_graphs_of_plain_training(
     name: str, kind: str, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_compiled_blocks_have_the_graphs_of_plain_training(
         assert is_same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_model_waits_once_for_all_weights(kind: str, tmp_path: Path) -> None:
     """The blocks are compiled, too: they become a part of the model's graph."""
@@ -234,6 +236,7 @@ def test_every_call_of_a_layer_waits_for_its_weights(kind: str, tmp_path: Path) 
     run_single_process(work, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_removal_restores_compiled_code_in_any_order(kind: str, tmp_path: Path) -> None:
     """Two optimizers may share a model; copies are taken and states loaded meanwhile."""
@@ -265,6 +268,7 @@ def test_removal_restores_compiled_code_in_any_order(kind: str, tmp_path: Path) 
     run_single_process(work, tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_compiled_after_the_optimizer_was_made_are_correct(
     kind: str, tmp_path: Path
@@ -297,6 +301,7 @@ class Borrowing(nn.Module):
         return torch.as_tensor(self.lender(x) if self.calls_lender else x @ self.lender.up.weight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_read_of_a_compiled_blocks_weight_before_its_update_is_refused(
     kind: str, tmp_path: Path
@@ -338,6 +343,7 @@ def test_detached_optimizer_compiles_nothing_again(kind: str, tmp_path: Path) ->
         assert others == [first] * len(others)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_average_compiled_blocks(kind: str, tmp_path: Path) -> None:
     """All-gathers are late: a block that does not wait computes with the weights before."""
@@ -408,6 +414,7 @@ def test_seeds_between_layers_are_set_outside_of_graphs(kind: str, tmp_path: Pat
     run_single_process(work, tmp_path)
 
 
+@pytest.mark.long
 def test_trainer_keeps_layers_compiled(tmp_path: Path) -> None:
     """On each of two stages, in each of two pipelines, with dropout between layers."""
 

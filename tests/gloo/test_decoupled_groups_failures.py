@@ -245,6 +245,7 @@ def test_aborted_average_leaves_weights_unchanged(point: str, tmp_path: Path) ->
         assert all(torch.equal(weight, seen[2 * FAILING_ROUND]) for weight in at_abort)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", long_except(["age", "smart", "partial_reduce"], 0))
 def test_groups_continue_when_member_dies_after_done(policy: str, tmp_path: Path) -> None:
     def work(ctx: DistContext) -> tuple[int, Tensor]:
@@ -264,6 +265,7 @@ def test_groups_continue_when_member_dies_after_done(policy: str, tmp_path: Path
     assert weights[0].isfinite().all()
 
 
+@pytest.mark.long
 def test_member_that_raises_in_its_loop_is_left_out(tmp_path: Path) -> None:
     """It raises between its step and its next forward, while the others wait for its shards."""
 

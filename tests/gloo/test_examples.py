@@ -98,6 +98,7 @@ def plain_losses() -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_loops_of_accelerate_and_fabric_train_as_a_plain_loop(tmp_path: Path) -> None:
     expected = torch.tensor(run_single_process(plain_losses, tmp_path))
     by_step = expected.view(-1, 2).mean(1)

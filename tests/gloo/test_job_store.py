@@ -328,6 +328,7 @@ def test_function_on_leader_is_given_up_after_max_timeouts(
     assert second.cause == "no heartbeat"
 
 
+@pytest.mark.long
 def test_leader_that_holds_the_gil_is_lost(tmp_path: Path) -> None:
     def block_all_threads() -> str:
         time.sleep(1)  # with heartbeats

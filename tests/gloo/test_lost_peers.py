@@ -228,6 +228,7 @@ def test_stopped_stage_ends_all_other_stages_after_timeout(
     assert any(f"PeerError: lost s{victim}p0 during " in reason for reason in reasons.values())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(90)
 def test_stage_stopped_in_clock_exchange_ends_all_other_stages(
     tmp_path: Path,

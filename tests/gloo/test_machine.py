@@ -34,6 +34,7 @@ def results_with_torch(folder, source):
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_no_check_fails_on_this_machine(tmp_path):
     before = psutil.Process().children(recursive=True)
     found = by_subject(machine.check_results(tmp_path / "not" / "yet" / "runs"))

@@ -118,6 +118,7 @@ def attention_batch() -> tuple[Tensor, Tensor, BlockMask]:
     return inputs.double(), target.double(), document_mask(ends.long())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(80)
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_block_mask_per_sample_is_split_on_every_stage(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from polyrhythm.errors import DescriptionError
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.profile.hugging_face import HuggingFaceModel
 from polyrhythm.run.profile.profile import count_profile, measure_profile
+from tests.grids import long_except
 
 TINY = "gpt2,n_layer=3,n_embd=16,n_head=2,vocab_size=50,bos_token_id=1,eos_token_id=1,sequence=8"
 FACTORY = """
@@ -110,7 +111,7 @@ def test_unusable_config_is_refused(source: str, message: str) -> None:
         HuggingFaceModel(source).build()
 
 
-@pytest.mark.parametrize("source", ["tiny_factory.py:plain", pytest.param(TINY)])
+@pytest.mark.parametrize("source", long_except(["tiny_factory.py:plain", TINY], 1))
 def test_plan_takes_a_model_and_writes_its_profile(
     factory: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:

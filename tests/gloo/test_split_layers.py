@@ -63,6 +63,7 @@ def small(family: str, **more: Any) -> nn.Module:
     return getattr(transformers, f"{family}ForCausalLM")(config).train()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_gpt2_split_matches_whole_model(tmp_path: Path) -> None:
     def work() -> None:

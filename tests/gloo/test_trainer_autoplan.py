@@ -98,6 +98,7 @@ def slow_network_probe(ctx: DistContext, name: str, options: ProbeOptions) -> Cl
     )
 
 
+@pytest.mark.long
 def test_ranks_follow_plan_devices_and_cached_plan_is_reused(tmp_path: Path) -> None:
     def work(ctx: DistContext | None, *, probe: Any) -> tuple[str, int, list[float]]:
         assert ctx is not None

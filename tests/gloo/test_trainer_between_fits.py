@@ -14,6 +14,7 @@ from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
 from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo.trainer_jobs import plan_of, run_job, samples, trainer
+from tests.grids import long_except
 
 
 def count_gathers() -> list[str]:
@@ -61,7 +62,7 @@ def train(num_stages: int, num_pipelines: int, run_dir: Path | None) -> list[flo
     return losses
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", long_except([1, 2], 1))
 def test_fits_with_a_kept_optimizer_equal_one_process(num_stages: int, tmp_path: Path) -> None:
     def work(_: DistContext | None) -> tuple[list[float], list[str]]:
         gathers = count_gathers()

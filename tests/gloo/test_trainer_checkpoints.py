@@ -197,6 +197,7 @@ class SlowLoss:
         return torch.nn.functional.mse_loss(output, target)
 
 
+@pytest.mark.long
 def test_evaluate_gives_slow_pipelines_fewer_batches_and_waits_for_them(tmp_path: Path) -> None:
     def work(ctx: DistContext | None) -> Any:
         assert ctx is not None

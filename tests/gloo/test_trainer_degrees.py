@@ -150,6 +150,7 @@ def test_forgotten_split_names_the_argument_and_the_lists_of_the_model() -> None
     assert "'layer' does not exist" in refusal(None, plan=plan, split=LayerSplit(layers="layer"))
 
 
+@pytest.mark.long
 def test_several_machines_measure_layers_first(tmp_path: Path) -> None:
     """Unless the model is too large for the device that would measure it."""
 

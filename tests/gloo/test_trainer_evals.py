@@ -211,6 +211,7 @@ def fit_with_scores(
     return run_job(4, work, folder / "job")
 
 
+@pytest.mark.long
 def test_the_best_checkpoint_stays_and_can_be_restored(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for step, calls in fit_with_scores(tmp_path, [1.0, 3.0, 2.0, math.nan], start=0):

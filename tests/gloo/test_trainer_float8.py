@@ -56,6 +56,7 @@ def losses(num_stages: int, num_pipelines: int, folder: Path, *, float8: bool) -
     return [float(number) for number in (folder / "0.txt").read_text().split()]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_stages_and_replicas_train_alike_in_float8(tmp_path: Path) -> None:
     """The layer with 3 outputs stays as it is; the others round their inputs to 3 bits."""

@@ -119,6 +119,7 @@ def test_own_loss_is_the_same_on_several_stages(tmp_path: Path, case: str) -> No
     assert fit(tmp_path, *shape, **options) == pytest.approx(one, rel=1e-9)
 
 
+@pytest.mark.long
 def test_compiled_layers_are_split(tmp_path: Path) -> None:
     graphs = list[Any]()
 

@@ -246,6 +246,7 @@ def test_dead_pipeline_stops_training_in_gradient_modes(
     assert "its share of the batch" in (tmp_path / "error0").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 3), pytest.param((2, 3), marks=pytest.mark.long)])
 def test_switch_after_a_loss_waits_for_living_pipelines_only(
     tmp_path: Path, shape: tuple[int, int]

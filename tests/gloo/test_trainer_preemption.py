@@ -170,6 +170,7 @@ def test_a_worker_that_does_not_handle_sigterm_is_not_registered(
     assert num_registered == [0, 1]
 
 
+@pytest.mark.long
 def test_preempted_job_resumes_with_the_same_losses(tmp_path: Path) -> None:
     whole, _ = fit(tmp_path / "whole", 1, 1, steps=60)
     run_until_preempted(tmp_path, (2, 2), "all_reduce", preempted_rank=1, at=4)

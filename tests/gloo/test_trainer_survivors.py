@@ -277,6 +277,7 @@ def test_a_second_loss_while_state_moves(tmp_path: Path) -> None:
     check(found, (1, 4), tmp_path)
 
 
+@pytest.mark.long
 def test_a_spare_that_could_not_join_has_still_no_state(tmp_path: Path) -> None:
     """The last worker of its stage dies while it connects: nobody may go on with old weights."""
     last = faults.at_call(trainer_module, "join_epoch", 2, 4)

@@ -91,6 +91,7 @@ def test_host_lost_in_training_ends_all_others_within_the_timeout(
         assert float(match[2]) < 2 * TIMEOUT
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_pause_shorter_than_the_timeout_only_delays(tmp_path: Path) -> None:
     with Lab(cluster(NUM_STAGES, latency=0.005)) as lab:

@@ -17,6 +17,7 @@ from polyrhythm.lab.program import run_program
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.processes import TERMINATED, Child
 from polyrhythm.types import Worker
+from tests.grids import long_except
 from tests.lab.hosts import cluster
 from tests.lab.training_script import NUM_STEPS, SCRIPT, losses
 
@@ -63,10 +64,13 @@ def single_process_losses(tmp_path_factory: pytest.TempPathFactory) -> list[floa
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(
     ("lab", "layers_per_stage", "devices"),
-    [
-        ("four.toml", (2, 4), ("dd", "cb")),  # two stages on one device, and one unused
-        ("eight.toml", (1, 2, 2, 1), ("", "")),  # on any devices
-    ],
+    long_except(
+        [
+            ("four.toml", (2, 4), ("dd", "cb")),  # two stages on one device, and one unused
+            ("eight.toml", (1, 2, 2, 1), ("", "")),  # on any devices
+        ],
+        0,
+    ),
 )
 def test_pipelines_in_lab_match_one_process(
     folder: Path,

@@ -59,6 +59,7 @@ print(place(times, seed=3, effort=SearchEffort(num_rounds=2, num_moves=5000)).co
     assert done.stdout == f"{here.cost.layout}\n"
 
 
+@pytest.mark.long
 def test_unequal_links_are_planned_far_better_than_by_the_published_search() -> None:
     """At a fifth of the published evaluations here; `polyrhythm bench plan` has them all."""
     times = published("case5_worldwide", shuffle=0, noise=0)
