@@ -10,8 +10,10 @@ one in transfer: large messages over slow networks nearly always are. So gloo is
 thread of its own (`wait`), which is left alone when the epoch ends; it ends after its timeout.
 """
 
+import atexit
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -27,6 +29,7 @@ from polyrhythm.types import Seconds
 # To connect, all members of an epoch come at once: one that does not is lost. So long gloo waits
 # for its address, and five times as long for the connection.
 _CONNECT_TIMEOUT: Seconds = 20.0
+_EXIT_TIMEOUT: Seconds = 2.0
 _T = TypeVar("_T")
 
 
@@ -101,7 +104,9 @@ class Epoch:
             self._waits.add(over)
         try:
             self.check()
-            threading.Thread(target=run, name="gloo", daemon=True).start()
+            thread = threading.Thread(target=run, name="gloo", daemon=True)
+            _threads.add(thread)
+            thread.start()
             return over.result()
         finally:
             with self._lock:
@@ -130,6 +135,20 @@ class Epoch:
 def _copy_of(error: PeerError) -> PeerError:
     """Return the error without its traceback, whose frames would keep sockets open."""
     return PeerError(error.peer, action=error.action, waited=error.waited, cause=error.cause)
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of `Epoch.wait`
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Wait for threads that were left alone: one that ends during the exit would abort it.
+
+    The end of a job wakes most of them, as its store ends and connections close.
+    """
+    deadline = time.monotonic() + _EXIT_TIMEOUT
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _settle(settle: Callable[[_T], None], outcome: _T) -> None:

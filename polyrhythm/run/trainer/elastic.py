@@ -27,7 +27,7 @@ import msgspec
 from msgspec import structs
 from torch.distributed.distributed_c10d import Store
 
-from polyrhythm.errors import PeerError, TrainingError
+from polyrhythm.errors import PeerError, TrainingError, peer_errors
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.survivors import (
     Assignment,
@@ -336,7 +336,8 @@ class ElasticJob:
         assert self._ctx.store is not None, "the rendezvous comes first"
         # A connection of its own: on that of an ended epoch a wait of gloo may go on.
         prefix = f"polyrhythm/epoch {begin.epoch}"
-        store = cast(Store, prefixed(prefix, self._ctx.store).clone())
+        with peer_errors("the process that serves the job's store", "connecting to it"):
+            store = cast(Store, prefixed(prefix, self._ctx.store).clone())
         places = assignment.places
         own_stage = places[self.member].stage
         return EpochStart(
