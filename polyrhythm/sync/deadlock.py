@@ -8,6 +8,7 @@ find a deadlock, let all who can end their work end it until nobody is left who 
 workers that may run ahead of a waiting one; waits for a policy.
 """
 
+import math
 from collections.abc import Sequence
 
 from polyrhythm.sync.members import MemberState
@@ -16,8 +17,9 @@ from polyrhythm.sync.members import MemberState
 def deadlocked(stages: Sequence[Sequence[MemberState]], steps_ahead: float) -> set[MemberState]:
     """Return the workers that wait for one another.
 
-    `steps_ahead`: how many steps a worker may run while another stage of its pipeline waits for a
-    group, 0 with a flush and 1 with overlap.
+    One that is about to wait for a global average, or to leave, seems to compute a step: whoever
+    waits for it may be among them, and loses an average. `steps_ahead`: how many steps a worker may
+    run while another stage of its pipeline waits for a group, 0 with a flush and 1 with overlap.
     """
     candidates = {
         member
@@ -27,23 +29,23 @@ def deadlocked(stages: Sequence[Sequence[MemberState]], steps_ahead: float) -> s
     }
     if not any(member.is_ready for member in candidates):
         return set()
+    pipelines = list(zip(*stages, strict=True))
     waiting, could_go_on = set(candidates), True
     while could_go_on:
         could_go_on = False
         for member in list(waiting):
             worker = member.worker
             if not member.is_ready:
-                fellows = [stage[worker.pipeline] for stage in stages]
                 goes_on = not any(
                     fellow in waiting
                     and fellow.is_ready
                     and fellow.clock + steps_ahead <= member.clock
-                    for fellow in fellows
+                    for fellow in pipelines[worker.pipeline]
                 )
             elif member.queue:
                 goes_on = waiting.isdisjoint(_awaited(member))
-            else:  # its policy may form a group when another one becomes ready
-                goes_on = any(
+            else:  # its policy may form a group at its timer, or when another one becomes ready
+                goes_on = member.stage_policy.policy.next_timer() < math.inf or any(
                     other in candidates and other not in waiting for other in stages[worker.stage]
                 )
             if goes_on:

@@ -782,7 +782,7 @@ class Scheduler:
     def _end_deadlocks(self) -> None:
         """Skip the oldest wait, or abort the oldest group, until no deadlock is left."""
         why = "stages wait for one another's groups"
-        while self._first_timer == math.inf:  # else a policy will act
+        while True:
             workers = deadlocked(self.membership.stages, self._steps_ahead)
             if (wait := self._waits.oldest(workers)) is not None:
                 self._skip_waiting(wait, why)

@@ -108,14 +108,16 @@ class Setup:
             waits_for_all=self.mode.waits_for_all,
             limits=self.mode.limits(self.num_stages, self.limits),
             pipelines_die_whole=self.pipelines_die_whole,
-            steps_ahead=self.steps_ahead if self._can_deadlock else math.inf,
+            steps_ahead=self.steps_ahead if self.ends_deadlocks else math.inf,
             first_gid=self.first_gid,
             dispatcher=self._ledger(),
         )
 
     @property
-    def _can_deadlock(self) -> bool:
-        return self.mode.has_unbounded_wait and self.num_stages > 1
+    def ends_deadlocks(self) -> bool:
+        """Whether the scheduler ends waits of stages for one another's groups at once."""
+        can_deadlock = self.mode.has_unbounded_wait and self.num_stages > 1
+        return can_deadlock and self.steps_ahead < math.inf
 
     def _ledger(self) -> SampleLedger | None:
         if self.sampler_state is None:

@@ -70,6 +70,23 @@ def test_pipedream_stages_average_independently(
     assert not torch.equal(found[0][2], found[1][2])
 
 
+def test_overlap_does_not_change_where_stages_may_wait_for_one_another(tmp_path: Path) -> None:
+    """The scheduler would take workers that run ahead for a deadlock."""
+
+    def work(ctx: DistContext) -> bool:
+        with pipeline_of(ctx, schedule="1f1b", n_microbatches=2) as pipeline:
+            optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.05)
+            with GroupSync(
+                pipeline, optimizer, "random", options={"group_size": 2}, timeout=TIMEOUT
+            ) as sync:
+                with pytest.raises(PolicyError, match="overlap=True after the start"):
+                    sync.overlap = True
+                sync.overlap = False
+                return sync.overlap
+
+    assert run_stages(STAGES * PIPELINES, work, tmp_path) == [False] * 4
+
+
 def test_pipelines_with_parameter_server_match_hetpipe(tmp_path: Path) -> None:
     """The server is a fifth process; staleness is the number of stages."""
 

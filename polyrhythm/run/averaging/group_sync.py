@@ -203,12 +203,24 @@ class GroupSync:
 
     @property
     def overlap(self) -> bool:
-        """Whether training continues at once; each worker may change it between steps."""
+        """Whether training continues at once; each worker may change it between steps.
+
+        Not in a pipeline whose stages may wait for one another's groups: the scheduler, which ends
+        such waits, knows it from the beginning.
+        """
         return isinstance(self._strategy, ModelAveraging) and self._strategy.overlap
 
     @overlap.setter
     def overlap(self, overlap: bool) -> None:
-        _check_overlap(self._rendezvous.setup, overlap, self._model.decoupled)
+        setup = self._rendezvous.setup
+        _check_overlap(setup, overlap, self._model.decoupled)
+        if overlap != self.overlap and setup.ends_deadlocks:
+            raise PolicyError(
+                f"overlap={overlap} after the start, with {setup.policy!r} and "
+                f"{setup.num_stages} stages",
+                expected="the same overlap in all steps, or a policy that knows pipelines",
+                fix="pass overlap= to GroupSync, or use 'adaptive' or 'age'",
+            )
         if isinstance(self._strategy, ModelAveraging):
             self._strategy.overlap = overlap
 

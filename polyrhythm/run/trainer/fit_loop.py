@@ -905,9 +905,8 @@ def _copy_containers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy_containers(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        copies = map(_copy_containers, value)
-        is_named = hasattr(value, "_fields")  # a namedtuple takes its items one by one
-        return type(value)(*copies) if is_named else type(value)(copies)
+        make = getattr(value, "_make", type(value))  # of a namedtuple
+        return make(map(_copy_containers, value))
     return value.clone() if isinstance(value, Tensor) else value
 
 
