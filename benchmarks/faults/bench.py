@@ -34,6 +34,7 @@ from polyrhythm.lab import abilities
 from polyrhythm.tables import print_line
 from polyrhythm.types import Seconds
 
+_NUM_LEAVES = 3
 _LEAVE = Setting(num_stages=1, num_pipelines=4, num_microbatches=12, forward=0.05, num_steps=60)
 BARS = (
     Bar("recover_s", "<=", 3.0, "2 x 4, decoupled: seconds from SIGKILL to the next global step"),
@@ -49,7 +50,7 @@ BARS = (
         "<=",
         1.0,
         "a leave: (50 steps around it - as many medians, of steps before and of longer ones after "
-        f"it) / the median before, {_LEAVE.step:g} s",
+        f"it) / the median before, {_LEAVE.step:g} s; the median of {_NUM_LEAVES}",
     ),
     Bar("fault_predicted", "<=", 0.15, "step after a fault: error of the simulator, the largest"),
     Bar("buddy_cost_network", "<=", 1.20, f"step with copies of shards / without: {NETWORK_BOUND}"),
@@ -168,16 +169,21 @@ def _measure_degraded(found: _Found) -> None:
 
 
 def _measure_leave(found: _Found) -> None:
-    found.show("a worker that leaves")
+    """Let one worker leave; the job with the median of what it costs, since one is noisy."""
     num_around = 8 if found.quick else 50
     setting = replace(_LEAVE, forward=0.01, num_steps=18) if found.quick else _LEAVE
-    after = num_around / 2 * setting.step
-    outcome = run_job(setting, [Fault(3, signal.SIGTERM, after)], timeout=_TIMEOUT)
-    lost, before, later = lost_time(outcome, num_around)
+    after, costs = num_around / 2 * setting.step, list[tuple[Seconds, Seconds, Seconds]]()
+    for number in range(1 if found.quick else _NUM_LEAVES):
+        found.show(f"a worker that leaves, job {number + 1}")
+        outcome = run_job(setting, [Fault(3, signal.SIGTERM, after)], timeout=_TIMEOUT)
+        costs.append(lost_time(outcome, num_around))
+    costs.sort(key=lambda cost: cost[0] / cost[1])
+    lost, before, later = costs[len(costs) // 2]
     found.ratios["leave_lost_steps"] = lost / before
     found.add("a step before the leave, ms", 1e3 * before)
     found.add("a step after the leave, ms", 1e3 * later)
     found.add("time that the leave costs, s", lost)
+    found.add("the longest of them, s", max(cost[0] for cost in costs))
 
 
 def _measure_predictions(found: _Found) -> None:
