@@ -186,6 +186,7 @@ class GroupRound:
     is_open: bool = False  # it is first in the queue of each member
     assign: Assign | None = None  # sent when it opened
     unready: set[Worker] = field(default_factory=set)  # members with a request that still compute
+    passive: set[Worker] = field(default_factory=set)  # members that computed when it opened
     opened: Seconds = 0.0
     started: Seconds = 0.0  # when `unready` became empty
     deadline: Seconds = 0.0
@@ -333,33 +334,44 @@ class _BrokenLink(NamedTuple):
 class BrokenLinks:
     """Pairs of workers that exchange nothing directly, since messages between them are lost.
 
-    A link is broken if both workers name each other soon after a group has failed: of a worker that
-    has died or stopped, only the others report. The link is tried again after a time that doubles
-    with each failure; a group that commits over it ends that.
+    A link is broken if both workers name each other soon after a group has failed, and one has lost
+    the other; both may be slow in an average of large models. Of a worker that has died or stopped,
+    only the others report. The link is tried again after a time that doubles with each failure; a
+    group that commits over it ends that.
 
     Source: none.
     """
 
     def __init__(self) -> None:
         self._links: dict[tuple[Worker, Worker], _BrokenLink] = {}
-        # The last report of each worker: the group, when, and whom it names.
-        self._reports: dict[Worker, tuple[int, Seconds, set[Worker]]] = {}
+        # The last report of each worker: the group, when, and whom it names: as lost, or as slow.
+        self._reports: dict[Worker, tuple[int, Seconds, dict[Worker, bool]]] = {}
 
     def report(
-        self, worker: Worker, gid: int, lost: Iterable[Worker], now: Seconds
+        self,
+        worker: Worker,
+        gid: int,
+        lost: Iterable[Worker],
+        now: Seconds,
+        *,
+        slow: Iterable[Worker] = (),
     ) -> list[tuple[Worker, Worker]]:
         """Record which members of a group do not answer a worker; return pairs that this breaks."""
-        broken, own = list[tuple[Worker, Worker]](), set(lost)
+        broken = list[tuple[Worker, Worker]]()
+        own = dict.fromkeys(slow, False) | dict.fromkeys(lost, True)
         for other in sorted(own):
-            last_gid, last_now, named = self._reports.get(other, (-1, -math.inf, set[Worker]()))
-            if last_gid == gid and now - last_now <= REPORT_WINDOW and worker in named:
+            last_gid, last_now, named = self._reports.get(other, (-1, -math.inf, {}))
+            is_recent = last_gid == gid and now - last_now <= REPORT_WINDOW
+            if is_recent and worker in named and (own[other] or named[worker]):
                 pair = min(worker, other), max(worker, other)
                 last = self._links.get(pair, _BrokenLink(now, FIRST_APART / 2, 0))
                 apart = min(2 * last.apart, MAX_APART)
                 self._links[pair] = _BrokenLink(now + apart, apart, last.num_failures + 1)
                 broken.append(pair)
-        last_gid, _, named = self._reports.get(worker, (-1, now, set[Worker]()))
-        self._reports[worker] = gid, now, own | named if last_gid == gid else own
+        last_gid, _, named = self._reports.get(worker, (-1, now, {}))
+        if last_gid == gid:
+            own |= {other: is_lost or own.get(other, False) for other, is_lost in named.items()}
+        self._reports[worker] = gid, now, own
         return broken
 
     def among(self, workers: Iterable[Worker], now: Seconds) -> tuple[tuple[Worker, Worker], ...]:

@@ -63,7 +63,7 @@ class Done(_Message, frozen=True):
     """A worker has computed the average of a group, not applied yet; or `ok` is False.
 
     `lost`: members with which this worker could not exchange messages. After the end of a group it
-    may be sent again with others.
+    may be sent again with others. `slow`: those whose messages had not all arrived soon after it.
     """
 
     worker: Worker
@@ -72,6 +72,7 @@ class Done(_Message, frozen=True):
     incarnation: Count = 0
     now: Seconds = 0.0
     lost: tuple[Worker, ...] = ()
+    slow: tuple[Worker, ...] = ()
 
 
 class Acquire(_Message, frozen=True):

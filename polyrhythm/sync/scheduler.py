@@ -248,7 +248,7 @@ class Scheduler:
         member = self._sender(event, -1)
         if member is None:
             return
-        if event.lost and not event.ok:
+        if (event.lost or event.slow) and not event.ok:
             self._report_lost(member, event)
         group_round = self._queue.groups.get(event.gid)
         if group_round is None:
@@ -268,11 +268,12 @@ class Scheduler:
     def _report_lost(self, member: MemberState, event: Done) -> None:
         """Find out whether links are broken, and end groups that use them."""
         stage = self.membership.stages[event.worker.stage]
-        for other in event.lost:
+        for other in (*event.lost, *event.slow):
             if other.stage == event.worker.stage and other.pipeline < len(stage):
                 member.met &= ~(1 << other.pipeline)
                 stage[other.pipeline].met &= ~(1 << event.worker.pipeline)
-        for pair in self._links.report(event.worker, event.gid, event.lost, self._now):
+        broken = self._links.report(event.worker, event.gid, event.lost, self._now, slow=event.slow)
+        for pair in broken:
             self.counters["broken_links"] += 1
             for group_round in self._queue.using(pair):
                 if group_round.gid != event.gid:
@@ -597,8 +598,9 @@ class Scheduler:
             return
         group_round.is_open, group_round.opened = True, self._now
         for member in group_round.members:
-            if member.has_requested and not member.is_ready:
-                group_round.unready.add(member.worker)
+            if not member.is_ready:
+                computing = group_round.unready if member.has_requested else group_round.passive
+                computing.add(member.worker)
         stage_policy = group_round.stage_policy
         members, why = group_round.group
         apart = self._links.among(members, self._now)
@@ -655,7 +657,9 @@ class Scheduler:
             member.met |= met
         if self._dispatch is not None:
             for member in group_round.members:
-                self._dispatch.commit(member.worker)
+                # A passive member may have become ready since it has exchanged an older model.
+                if not (member.worker in group_round.passive and member.is_ready):
+                    self._dispatch.commit(member.worker)
         for member in group_round.waiting_members():
             if member.is_ready:
                 member.step_end = commit

@@ -437,3 +437,28 @@ def test_end_after_batch_never_raises_the_limit() -> None:
     scheduler.step(Acquire(A, 0, 8, None, 1))
     assert scheduler.step(Acquire(B, 0, 4, None, 1)) == []
     assert scheduler.step(QueryProgress(B, 0, 1, batch=3))[-1].sampler_state.limit == 8
+
+
+def test_a_passive_member_that_is_ready_since_its_exchange_has_unused_samples() -> None:
+    """Pairwise: the average has its model of before, not the update of the samples."""
+    setup = Setup(
+        policy="pairwise", num_stages=1, num_pipelines=2, sampler_state=SamplerState(limit=100)
+    )
+    scheduler = joined(setup)
+    for worker in (A, B):
+        scheduler.step(Acquire(worker, 0, 10, None, 1))
+    scheduler.step(Acknowledge(A, 0, 1))
+    [assign] = [c for c in scheduler.step(Ready(A, 1, 1, 0.0)) if isinstance(c, Assign)]
+    assert assign.members == (A, B)
+    scheduler.step(Done(B, assign.gid, True, 1))
+    scheduler.step(Acknowledge(B, 0, 1))
+    scheduler.step(Ready(B, 1, 1, 0.0))
+    commands = scheduler.step(Done(A, assign.gid, True, 1))
+    assert any(isinstance(command, Commit) for command in commands)
+    scheduler.step(Dead(B, 1))
+    [progress] = [
+        command
+        for command in scheduler.step(QueryProgress(A, 1, 1))
+        if isinstance(command, SampleProgress)
+    ]
+    assert progress.sampler_state == SamplerState(limit=100, next=20, pool=((10, 20),))

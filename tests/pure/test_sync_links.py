@@ -184,6 +184,30 @@ def test_a_link_stays_unused_for_twice_as_long_after_each_failure(pauses: list[f
         now, expected = now + pause, min(2 * expected, MAX_APART)
 
 
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "is_broken"),
+    [
+        ("lost", "lost", True),
+        ("lost", "slow", True),
+        ("slow", "lost", True),
+        ("slow", "slow", False),
+    ],
+)
+def test_a_link_is_broken_if_one_end_has_lost_the_other(
+    of_a: str, of_b: str, is_broken: bool
+) -> None:
+    """In an average of large models both may only be slow when the group is aborted early."""
+    links = BrokenLinks()
+
+    def report(worker: Worker, other: Worker, how: str, now: float) -> list[tuple[Worker, Worker]]:
+        lost, slow = ([other], []) if how == "lost" else ([], [other])
+        return links.report(worker, 1, lost, now, slow=slow)
+
+    assert report(A, B, of_a, 0.0) == []
+    assert report(B, A, of_b, 0.5) == [(A, B)] * is_broken
+    assert report(B, A, "lost", 0.6) == [(A, B)], "what it says later counts"
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(WORKERS), st.sets(st.sampled_from(WORKERS)), st.floats(0, 4)),

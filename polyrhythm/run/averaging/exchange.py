@@ -26,7 +26,9 @@ own nothing: they exchange messages with the owners alone, so no message needs t
 
 A round that is aborted leaves the connections as they are. Messages in flight cannot be withdrawn,
 so each member posts the rest of its messages, empty, and receives for all that the others may have
-sent (`PeerConnections.cancel`); then nobody waits, and what does not arrive shows a broken link.
+sent (`PeerConnections.cancel`); then nobody waits. What does not arrive soon shows a broken link if
+it has had the time that a round takes; else it may be a large message in transfer, and the pair
+connects again.
 
 Other work may run between reduce-scatter and all-gather. Then the buffer is split into buckets, and
 each member owns a shard of each: the first bucket uses all links and arrives first.
@@ -160,6 +162,7 @@ class _PeerConnection:
     unreceived: dict[int, Bytes] = field(default_factory=dict)
     is_closed: bool = False  # by this worker
     has_failed: bool = False
+    is_slow: bool = False  # it has failed by a timeout before it had the time of a round
 
     def send(self, tensor: Tensor, tag: int, message: Message) -> None:
         """Post a message; of a `meta` tensor empty ones, which fit in any receive."""
@@ -191,12 +194,14 @@ class _PeerConnection:
             self.has_failed = True  # the peer has closed it
         self.unsent, self.unreceived = {}, {}
 
-    def drain(self, deadline: Seconds) -> bool:
+    def drain(self, deadline: Seconds, *, had_time: bool) -> bool:
         """Wait until all messages of the round have arrived; return whether they have."""
         try:
             for message in (*self.received, *self.posted):
                 message.wait(timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT)))
         except RuntimeError:
+            if not self.has_failed:
+                self.is_slow = not had_time and time.monotonic() >= deadline
             self.has_failed = True
         self.sizes.clear()  # the peer may not have compared the last one
         return not self.has_failed
@@ -209,7 +214,7 @@ class _PeerConnection:
 class PeerConnections:
     """The connections of one worker; used by one thread.
 
-    Any may call `abort`, `cancel` and `post`.
+    Any may call `abort`, `cancel`, `lose` and `post`.
     """
 
     def __init__(self, store: Store, me: Peer, *, num_sockets: int = 1) -> None:
@@ -221,9 +226,11 @@ class PeerConnections:
         self._by_peer: dict[Peer, _PeerConnection] = {}
         self._old_keys: list[tuple[set[Worker], list[str]]] = []  # and who may still read them
         self._lost: set[Worker] = set()  # whose connection has failed: see `pop_lost`
+        self._slow: set[Worker] = set()  # likewise, by a timeout that may have been too short
         self._lock = threading.Lock()  # of the messages of a round
         self._in_round: list[Peer] = []  # the others in the round, if it can be cancelled
         self._is_cancelled, self._number = False, -1
+        self._began, self._usual = 0.0, 0.0  # when the round began, and how long one takes
         self._waited_for: Peer | None = None  # by the thread that uses this object
 
     def connect(
@@ -255,9 +262,13 @@ class PeerConnections:
                 num_sockets = len(group.options._devices)  # type: ignore[attr-defined]  # no stub
                 self._by_peer[peer] = _PeerConnection(group, num_sockets)
 
-    def begin(self, shape: RoundShape, others: Iterable[Peer]) -> None:
-        """Begin a round that `cancel` can end, with all peers that are connected."""
+    def begin(self, shape: RoundShape, others: Iterable[Peer], *, usual: Seconds = 0.0) -> None:
+        """Begin a round that `cancel` can end, with all peers that are connected.
+
+        A connection that is slow counts as failed once the round has taken longer than `usual`.
+        """
         with self._lock:
+            self._began, self._usual = time.monotonic(), usual
             self._in_round = [peer for peer in others if peer in self._by_peer]
             self._is_cancelled, self._number = False, shape.number
             for peer in self._in_round:
@@ -285,6 +296,8 @@ class PeerConnections:
         peer = self._waited_for
         connection = None if peer is None else self._by_peer.get(peer)
         if number == self._number and self._is_cancelled and connection is not None:
+            if not connection.has_failed:
+                connection.is_slow = not self._had_time
             abort(connection.group)
 
     def drain(self) -> None:
@@ -293,24 +306,42 @@ class PeerConnections:
         deadline = time.monotonic() + DRAIN_TIMEOUT
         for peer in self._in_round:
             connection = self._by_peer[peer]
-            if connection.drain(deadline):
+            if connection.drain(deadline, had_time=self._had_time):
                 connection.end_round()
             else:
                 if not connection.is_closed:
-                    self._lost.add(peer.worker)
+                    (self._slow if connection.is_slow else self._lost).add(peer.worker)
                 abort(connection.group)
                 del self._by_peer[peer]
         self._in_round, self._is_cancelled = [], False
+
+    @property
+    def _had_time(self) -> bool:
+        """Whether the round has taken so long that healthy connections would be done with it."""
+        return time.monotonic() - self._began >= self._usual
 
     def pop_lost(self) -> tuple[Worker, ...]:
         """Return the workers whose connections have failed, not by `abort`, since the last call."""
         failed = {
             peer.worker
             for peer in self._in_round
-            if (pair := self._by_peer[peer]).has_failed and not pair.is_closed
+            if (pair := self._by_peer[peer]).has_failed and not (pair.is_closed or pair.is_slow)
         }
         lost, self._lost = tuple(sorted(self._lost | failed)), set()
         return lost
+
+    def pop_slow(self) -> tuple[Worker, ...]:
+        """Return the workers whose messages had not all arrived in time, since the last call."""
+        slow, self._slow = tuple(sorted(self._slow)), set()
+        return slow
+
+    def lose(self, workers: Collection[Worker]) -> None:
+        """Let the connections of the current round with these workers fail: they answer no more."""
+        for peer in list(self._in_round):
+            connection = self._by_peer.get(peer)
+            if connection is not None and peer.worker in workers:
+                connection.has_failed = True
+                abort(connection.group)
 
     def wait(self, peer: Peer, message: Message, deadline: Seconds) -> None:
         """Wait for a message of a peer; raises PeerError."""

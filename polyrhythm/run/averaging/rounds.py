@@ -28,7 +28,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.errors import PeerError, PolicyError, SingleWorkerError
 from polyrhythm.events import WORKERS
 from polyrhythm.run.averaging.buffers import ReplicaState, check_finite
 from polyrhythm.run.averaging.exchange import (
@@ -82,7 +82,7 @@ from polyrhythm.sync.protocol import (
     Request,
     Skip,
 )
-from polyrhythm.types import AverageTimings, Seconds
+from polyrhythm.types import AverageTimings, Seconds, Worker
 
 # Reached only without a scheduler, which sends Abort to a group that waits too long.
 _EXCHANGE_TIMEOUT: Seconds = 900.0
@@ -151,8 +151,9 @@ class Averager:
         self._last_exchange: tuple[Seconds, int] = 0.0, 1  # duration, number of members
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="averager", daemon=True)
-        self._thread.start()
         current_epoch().on_end(self.fail)
+        current_epoch().on_unreachable(self.lose)
+        self._thread.start()
 
     def publish(
         self,
@@ -259,6 +260,10 @@ class Averager:
         if running is not None:
             self._connections.abort(running[1])
 
+    def lose(self, workers: Collection[Worker]) -> None:
+        """End waits for workers that this one does not reach any more: averages go around them."""
+        self._connections.lose(workers)
+
     def wait_idle(self, timeout: Seconds) -> None:
         """Wait until no peer needs this worker for a committed average."""
         with self._changed:
@@ -343,8 +348,7 @@ class Averager:
         self._send(Done(worker, assign.gid, exchange is not None, incarnation, lost=lost))
         if exchange is None:
             self._connections.drain()
-            if more := self._connections.pop_lost():
-                self._send(Done(worker, assign.gid, ok=False, incarnation=incarnation, lost=more))
+            self._report_lost(assign.gid)
 
     def _leave(
         self,
@@ -361,7 +365,8 @@ class Averager:
             return
         self._connections.begin(self._shape(assign, members, published, filling), others)
         self._connections.drain()
-        self._connections.pop_lost()  # the others may have stopped to wait for this worker
+        # The others may have stopped to wait for this worker.
+        self._connections.pop_lost(), self._connections.pop_slow()
 
     def _shape(
         self,
@@ -410,7 +415,8 @@ class Averager:
                 )
             finally:
                 shape = self._shape(assign, members, published, filling)
-                self._connections.begin(shape, others)
+                # The scheduler's timeout is ten times what a round usually takes.
+                self._connections.begin(shape, others, usual=assign.timeout / 2)
             if should_stop():  # set before the round began
                 return None
             duration: Seconds | None = None
@@ -493,9 +499,14 @@ class Averager:
             has_exchanged, self._pending_exchange = self._pending_exchange is not None, None
         if has_exchanged:
             self._connections.drain()
-            if lost := self._connections.pop_lost():
-                worker, incarnation = self._connections.me
-                self._send(Done(worker, abort.gid, ok=False, incarnation=incarnation, lost=lost))
+            self._report_lost(abort.gid)
+
+    def _report_lost(self, gid: int) -> None:
+        """After an aborted round: report whom this worker does not reach, if there is anybody."""
+        (worker, incarnation), lost = self._connections.me, self._connections.pop_lost()
+        slow = self._connections.pop_slow()
+        if lost or slow:
+            self._send(Done(worker, gid, False, incarnation, lost=lost, slow=slow))
 
     def _end_step(self, clock: int) -> None:
         """End the step with this clock; -1, for a passive member, ends none."""
@@ -665,7 +676,7 @@ class GroupClient:
             flat = read(result)
             try:
                 check_finite(flat, self.me.worker)
-            except PolicyError as error:
+            except SingleWorkerError as error:
                 if self._log is not None:
                     self._log.write("average_failed", name=str(self._clock), why=error.wrong)
                 raise
