@@ -51,6 +51,13 @@ class TrainingError(UserError):
     """A training that cannot go on: memory ran out, or a loss or gradients are not finite."""
 
 
+class SingleWorkerError(TrainingError):
+    """A failure of one worker alone: it has no memory left, or its weights are not finite.
+
+    A job that goes on after losses goes on without it.
+    """
+
+
 class LabError(UserError):
     """A lab that cannot be set up on this machine, or a host that it does not have."""
 

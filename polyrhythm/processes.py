@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, TextIO
 
-from polyrhythm.errors import PeerError, UserError
+from polyrhythm.errors import PeerError, SingleWorkerError, UserError
 from polyrhythm.types import Seconds
 
 # Exit statuses of a child; a negative one is the signal that ended it. Programs have their own
 # statuses, so these are unlikely numbers.
-FAILED, BAD_INPUT, PEER_LOST, FENCED = 1, 222, 223, 224
+FAILED, BAD_INPUT, PEER_LOST, FENCED, FAILED_ALONE = 1, 222, 223, 224, 225
 TERMINATED = 128 + signal.SIGTERM  # as in a shell: a clean exit after SIGTERM
 INTERRUPTED = 128 + signal.SIGINT  # and after Ctrl-C
 
@@ -67,8 +67,11 @@ def _user_traceback(error: BaseException) -> str:
 
 
 def is_loss(status: int) -> bool:
-    """Whether a process with this exit status was ended by another, and has no error of its own."""
-    return status < 0 or status in (FENCED, TERMINATED, INTERRUPTED)
+    """Whether others may go on without a process of this exit status.
+
+    Another process has ended it, or it has an error that the others do not have.
+    """
+    return status < 0 or status in (FENCED, FAILED_ALONE, TERMINATED, INTERRUPTED)
 
 
 def reserve_port() -> socket.socket:
@@ -177,6 +180,8 @@ class Child:
             text = self.output.read_text(errors="replace").strip()
         if status == BAD_INPUT and text:
             return f"refused: {text}"
+        if status == FAILED_ALONE and text:
+            return f"failed: {text}"
         unindented = [line for line in text.splitlines() if line[:1].strip()]
         if not unindented or status not in (FAILED, PEER_LOST, FENCED):
             return f"failed: exit status {status}"
@@ -283,6 +288,8 @@ def _status_of(work: Callable[[], object]) -> tuple[int, BaseException | None]:
             return leaving.code or 0, None
         print(leaving.code, file=sys.stderr)
         return FAILED, None
+    except SingleWorkerError as error:
+        return FAILED_ALONE, error
     except UserError as error:
         return BAD_INPUT, error
     except FencedError as error:

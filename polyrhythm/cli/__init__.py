@@ -24,7 +24,7 @@ from polyrhythm.cli.simulate import SimulateCommand
 from polyrhythm.cli.source_tree import Bench, ReproduceCommand
 from polyrhythm.cli.train import TrainCommand
 from polyrhythm.errors import PeerError, UserError, WorkerError
-from polyrhythm.processes import BAD_INPUT
+from polyrhythm.processes import BAD_INPUT, FAILED_ALONE
 
 Command = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except UserError as error:
         status, message = 2, str(error)
     except WorkerError as error:
-        status, message = (2 if error.status == BAD_INPUT else 1), str(error)
+        status, message = (2 if error.status in (BAD_INPUT, FAILED_ALONE) else 1), str(error)
     except (PeerError, OSError) as error:  # for example, a full disk or a removed folder
         status, message = 1, str(error)
     except KeyboardInterrupt:

@@ -258,9 +258,11 @@ class Rehearsal:
                 self.log(f"{host} was killed by the scenario")  # nobody reports a power cut
             elif self.coordination is not None and self._is_loss(child.status):
                 self._lost[rank] = child
-                self.coordination.report_exit(rank, f"it {child.reason}")
+                reason, *rest = child.reason.splitlines()
+                self.coordination.report_exit(rank, f"it {reason}")
                 has_left = child.status == TERMINATED
-                self.log(f"{host} {'has left' if has_left else child.reason}: the others go on")
+                line = f"{host} {'has left' if has_left else reason}: the others go on"
+                self.log("\n".join([line, *rest]))
             elif child.status:
                 self._failed[rank] = child
                 if not self.is_one_job:

@@ -10,6 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from polyrhythm.run.averaging.rounds import Averager
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.reduce_scatter import GlooCollectives
@@ -87,6 +90,37 @@ def at_call(where: Any, name: str, number: int, *ranks: int, when: str = "before
             return end_this_process(signal.SIGKILL)
 
         setattr(where, name, patched)
+
+    return fault
+
+
+def out_of_memory(number: int, *ranks: int) -> Fault:
+    """Let a forward find no memory: in call `number` (from 0) of a kind of layer."""
+
+    def fault(ctx: DistContext) -> None:
+        forward, numbers = nn.Tanh.forward, count()
+
+        def patched(self: nn.Tanh, x: Tensor) -> Tensor:
+            if ctx.rank in ranks and next(numbers) == number:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return forward(self, x)
+
+        nn.Tanh.forward = patched
+
+    return fault
+
+
+def not_finite(number: int, *ranks: int) -> Fault:
+    """Make activations, and so weights, nan: from call `number` (from 0) of a kind of layer on."""
+
+    def fault(ctx: DistContext) -> None:
+        forward, numbers = nn.Tanh.forward, count()
+
+        def patched(self: nn.Tanh, x: Tensor) -> Tensor:
+            is_bad = ctx.rank in ranks and next(numbers) >= number
+            return forward(self, x) * (float("nan") if is_bad else 1.0)
+
+        nn.Tanh.forward = patched
 
     return fault
 

@@ -183,9 +183,12 @@ trainer.fit(progress=False, max_steps=2)
 def test_command_shows_it_once_and_no_lost_peer(degree: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     found = run_forked("train", "script.py", degree, "2", cwd=tmp_path)
-    assert found.returncode == 2
     shown = found.stdout + found.stderr
     assert shown.count("ran out of memory in F0 of step 0") == 1
+    if degree == "--pipelines":  # the other one goes on
+        assert found.returncode == 0
+        return
+    assert found.returncode == 2
     assert shown.count(f"OutOfMemoryError: {NO_MEMORY}") == shown.count("Traceback") == 1
     assert "lost " not in shown
 

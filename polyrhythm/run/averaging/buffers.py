@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from polyrhythm.errors import PolicyError
+from polyrhythm.errors import PolicyError, SingleWorkerError
 from polyrhythm.run.averaging.split_all_reduce import BucketMemory, FillingBuffer
 from polyrhythm.run.comm.forward_hooks import gradient_hooks
 from polyrhythm.run.comm.reduce_scatter import HALF_PRECISION, pinned_size
@@ -530,7 +530,7 @@ def is_finite(flat: Tensor) -> bool:
 def check_finite(flat: Tensor, worker: Worker) -> None:
     """Refuse to average weights that are not finite: the average would spread them."""
     if not is_finite(flat):
-        raise PolicyError(
+        raise SingleWorkerError(
             f"the weights of {worker} are not finite, and are not averaged",
             expected="finite weights, statistics and averaged optimizer state",
             fix="use a lower learning rate or clip gradients, and restore this worker from a "

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.errors import PeerError, PolicyError, SingleWorkerError
 from polyrhythm.run.averaging.buffers import (
     GradientBuckets,
     MeanNumbers,
@@ -547,7 +547,7 @@ class StaticAveraging:
                 all_reduce_mean(connections, members, weights, own, number=number, timeout=timeout)
             )
             connections.flush(timeout)  # there is no acknowledgement
-        except PolicyError as error:
+        except (PolicyError, SingleWorkerError) as error:
             self._rendezvous.report_failure(error)  # the others would wait for this worker
             raise
         except PeerError as error:

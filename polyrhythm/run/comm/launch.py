@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
 from polyrhythm.processes import (
     BAD_INPUT,
+    FAILED_ALONE,
     INTERRUPTED,
     PEER_LOST,
     TERMINATED,
@@ -134,11 +135,16 @@ class DistContext:
 
     @contextmanager
     def process_group(
-        self, timeout: Seconds, *, rank: int | None = None, backend: str = "gloo"
+        self,
+        timeout: Seconds,
+        *,
+        rank: int | None = None,
+        backend: str = "gloo",
+        barrier: Callable[[], object] = lambda: dist.barrier(),
     ) -> Iterator[None]:
         """Initialise torch.distributed for a `with` block, with `timeout` for every wait.
 
-        `rank` replaces that of the launcher; `backend` is torch's. All leave at a barrier, since
+        `rank` replaces that of the launcher; `backend` is torch's. All leave at a `barrier`, since
         rank 0 may serve the store until none needs it.
         """
         with peer_errors("another process of the job", "joining"), connecting_in_epoch():
@@ -154,7 +160,7 @@ class DistContext:
         # Not after a failure: a live exception holds the group, and its sockets would stay open.
         try:
             with peer_errors("another process of the job", "the barrier at the end"):
-                dist.barrier()
+                barrier()
         except PeerError as error:
             # A peer that has left the barrier closes its connections: then all have arrived. A peer
             # that crashed reports its own error. Only a timeout is reported here.
@@ -246,6 +252,7 @@ def _address_for_others() -> str:
 
 _open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
 _CAUSE_TIMEOUT: Seconds = 5.0  # until the worker that others have lost exits: slow with a GPU
+_ERROR_DELAY: Seconds = 2.0  # until it is known that others go on without a failed worker
 _LEAVING = {TERMINATED, INTERRUPTED}  # exit statuses after a request to stop
 _STOPPED_STATUSES = {*_LEAVING, PEER_LOST}
 _contexts: list[DistContext] = []  # the context that this process's launcher gave it
@@ -290,11 +297,12 @@ class LocalJob:
         WorkerError has the first one. The others write to a file each.
 
         With `keeps_survivors` the job goes on, with a line in stderr, without a worker that a
-        signal has ended, that the coordinator has fenced, or that has left after its own SIGTERM:
-        it is lost. The job succeeds when all others do, and at least one has. Any other failure
-        ends the job: an error of the program is the same everywhere. Then the WorkerError is that
-        of the first worker with an error of its own; else, if the others have only lost peers, or
-        all are lost, that of the last loss. After `request_stop` no loss is accepted.
+        signal has ended, that the coordinator has fenced, that has left after its own SIGTERM, or
+        that has failed alone (`SingleWorkerError`): it is lost. The job succeeds when all others
+        do, and at least one has. Any other failure ends the job: an error of the program is the
+        same everywhere. Then the WorkerError is that of the first worker with an error of its own;
+        else, if the others have only lost peers, or all are lost, that of the last loss. After
+        `request_stop` no loss is accepted.
         `timeouts` are the coordinator's; its events go to `membership.jsonl` of the folder.
         """
         self._shown_ranks = shown_ranks
@@ -304,6 +312,7 @@ class LocalJob:
         self._coordinator: JobCoordinator | None = None
         self._lost: list[int] = []  # ranks, in the order in which their ends were noticed
         self._failures: list[int] = []  # ranks of the other failures, in the same order
+        self._lines: list[tuple[Seconds, str]] = []  # on losses, and when to show them
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -361,8 +370,9 @@ class LocalJob:
             self._raise_failure()
             if (remaining := deadline - time.monotonic()) <= 0:
                 break
-            wait_for_any(self._workers, remaining)
+            wait_for_any(self._workers, self._until_next_line(remaining))
         self._raise_failure()
+        self._until_next_line(0.0)
         ended = [worker for rank, worker in enumerate(self._workers) if rank not in self._lost]
         return all(worker.status == 0 for worker in ended)
 
@@ -387,6 +397,8 @@ class LocalJob:
         statuses = {*failed.values()}
         is_leaving = bool(_LEAVING & statuses) and not statuses - _STOPPED_STATUSES
         if failed and not (is_leaving and is_any_running):
+            if self._follow_the_last_loss(failed):
+                raise self._error_of_last_lost()
             rank = min(failed, key=lambda rank: (*self._doubts(rank), self._order(rank)))
             raise self._error(rank, failed[rank])
 
@@ -410,11 +422,24 @@ class LocalJob:
         self._lost.append(rank)
         worker, reason = self._workers[rank], self._reason(rank)
         if self._coordinator is not None:
-            self._coordinator.report_exit(rank, f"it {reason}")
+            self._coordinator.report_exit(rank, f"it {reason.splitlines()[0]}")
         worker.signal(signal.SIGKILL)  # the processes that it has started
         if any(other.status is None for other in self._workers):
-            line = f"{self._name(rank)} {reason}: the others go on{self._output_of_others(rank)}"
+            first, *rest = reason.splitlines()
+            line = f"{self._name(rank)} {first}: the others go on{self._output_of_others(rank)}"
+            # An error is shown once: here, or at the end of a job that cannot go on without it.
+            delay = _ERROR_DELAY if worker.status == FAILED_ALONE else 0.0
+            self._lines.append((time.monotonic() + delay, "\n".join([line, *rest])))
+            self._until_next_line(0.0)
+
+    def _until_next_line(self, remaining: Seconds) -> Seconds:
+        """Print lines on losses that are due; return when to look again, at the latest."""
+        now, is_over = time.monotonic(), all(worker.status is not None for worker in self._workers)
+        due = [line for at, line in self._lines if at <= now or is_over]
+        self._lines = [each for each in self._lines if each[1] not in due]
+        for line in due:
             print(line, file=sys.stderr, flush=True)
+        return min([remaining, *(at - now for at, _ in self._lines)])
 
     def _output_of_others(self, lost: int) -> str:
         """Say where output still goes when no worker is left whose output is shown."""
@@ -429,10 +454,8 @@ class LocalJob:
         The others may have survived all losses but the last one. A refusal after losses is the
         worker's own error: it is the cause itself.
         """
-        if self._lost:
-            if any(self._workers[rank].status != PEER_LOST for rank in failed):
-                return
-            raise self._error_of_last_lost()
+        if self._lost and any(self._workers[rank].status != PEER_LOST for rank in failed):
+            return
         process = None if self._coordinator is None else self._coordinator.process
         if process is not None and process.status is not None:
             raise WorkerError(
@@ -442,6 +465,16 @@ class LocalJob:
                 status=process.status,
                 output=str(process.output) if _has_output(process) else None,
             )
+        if self._lost:
+            raise self._error_of_last_lost()
+
+    def _follow_the_last_loss(self, failed: Collection[int]) -> bool:
+        """Whether workers cannot go on since the last lost one has failed: it says what to do."""
+        last = self._workers[self._lost[-1]].status if self._lost else None
+        return last == FAILED_ALONE and all(
+            self._workers[rank].status == BAD_INPUT and not self._workers[rank].failure.traceback
+            for rank in failed
+        )
 
     def _may_follow_another(self, rank: int) -> bool:
         """Whether a failed worker may report another's failure: a lost peer, or a copied error."""

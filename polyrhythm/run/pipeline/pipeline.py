@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.describe import units
-from polyrhythm.errors import ScheduleError, TrainingError, is_out_of_memory, peer_errors
+from polyrhythm.errors import ScheduleError, SingleWorkerError, is_out_of_memory, peer_errors
 from polyrhythm.events import worker_log
 from polyrhythm.renamed import renamed_arguments
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, all_reduce
@@ -799,7 +799,7 @@ class Pipeline:
 
     @contextmanager
     def describe_out_of_memory(self, where: str) -> Iterator[None]:
-        """Turn a failed allocation into a TrainingError that says what this stage holds.
+        """Turn a failed allocation into a SingleWorkerError that says what this stage holds.
 
         `where` names the step, or what else runs in the block.
         """
@@ -809,7 +809,7 @@ class Pipeline:
             if not is_out_of_memory(error):
                 raise
             action = self._executor.action
-            raise TrainingError(
+            raise SingleWorkerError(
                 f"{self.worker} ran out of memory in {f'{action} of ' if action else ''}{where}",
                 expected=f"room for more than this stage holds: {self._held_memory(action)}",
                 fix=self._use_less_memory(action),
