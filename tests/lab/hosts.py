@@ -1,9 +1,14 @@
 """Clusters and programs for tests of the lab."""
 
+import os
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import psutil
 
 from polyrhythm.describe.cluster import Cluster, Device
 from polyrhythm.lab.lab import Lab
@@ -69,3 +74,14 @@ def median(times: list[str]) -> float:
 
 def sleep_with_a_child() -> None:
     subprocess.run(["sleep", "1000"], check=False)
+
+
+@contextmanager
+def namespaces(processes: list[psutil.Process]) -> Iterator[set[int]]:
+    """Yield the network namespaces of the processes, and keep them from being freed.
+
+    The kernel would give the number of a freed one to the next lab, of another test.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(Path(f"/proc/{p.pid}/ns/net").open()) for p in processes]
+        yield {os.fstat(file.fileno()).st_ino for file in files}

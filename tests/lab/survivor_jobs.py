@@ -16,11 +16,12 @@ import polyrhythm.run.trainer.trainer  # noqa: F401  # loaded once, before the f
 from polyrhythm.cli.train import LabCoordination
 from polyrhythm.describe.scenario import Scenario
 from polyrhythm.lab import attach, control
+from polyrhythm.lab.host_state import namespace_pids
 from polyrhythm.lab.rehearsal import Rehearsal
 from polyrhythm.processes import Child
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from tests.gloo.trainer_jobs import fit
-from tests.lab.hosts import cluster
+from tests.lab.hosts import cluster, namespaces
 
 NUM_STEPS, FAULT_STEP, TIMEOUT = 12, 4, 60.0
 MARK = "TEST_FOLDER"  # in the environment of all processes of a job
@@ -91,6 +92,10 @@ class Job:
             self.control = control.attach(self.name)
             failing.pop_all()
         self._closing.callback(self.control.close)
+        own = Path("/proc/self/ns/net").stat().st_ino
+        family = psutil.Process(self.child.pid).children(recursive=True)
+        self._namespaces = self._closing.enter_context(namespaces(family)) - {own}
+        assert len(self._namespaces) >= len(self.hosts)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,9 +127,11 @@ class Job:
         self.wait_for(lambda: '"Lost"' in log.read_text(), "loss")
 
     def end(self) -> int | None:
-        """Return the status after all have ended; check that no process is left."""
+        """Return the status after all have ended; check that nothing is left of the job."""
         assert self.child.wait(self._timeout) is not None, self.text
         assert [process for process in psutil.process_iter() if self._is_of_job(process)] == []
+        assert not any(namespace_pids(number) for number in self._namespaces)
+        assert not control.socket_path(self.name).exists()
         return self.child.status
 
     def _is_of_job(self, process: psutil.Process) -> bool:
@@ -141,15 +148,28 @@ class Job:
 
     def check(self, survivors: set[int]) -> None:
         """Check that they made all steps, once each, and have the weights of one process."""
-        found = {int(path.stem[5:]): path for path in self._folder.glob("found*.pt")}
-        assert found.keys() == survivors, self.text
         _, expected = fit(self._folder / "alone", 1, 1, steps=NUM_STEPS)
-        weights = dict[str, Tensor]()
-        for path in found.values():
-            steps, state = torch.load(path)
-            assert steps == list(range(NUM_STEPS))
-            for name, value in state.items():
-                torch.testing.assert_close(value, weights.setdefault(name, value), rtol=0, atol=0)
+        steps, weights = self._found(survivors)
+        assert steps == [list(range(NUM_STEPS))] * len(survivors)
         assert weights.keys() == expected.keys(), "some stage has no survivor"
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+    def check_groups(self, survivors: set[int]) -> None:
+        """Check that they made all global steps, and have equal weights after the last average."""
+        steps, weights = self._found(survivors)
+        assert {step for of_one in steps for step in of_one} <= {*range(NUM_STEPS)}
+        assert max(max(of_one) for of_one in steps) == NUM_STEPS - 1
+        assert all(value.isfinite().all() for value in weights.values())
+
+    def _found(self, survivors: set[int]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Return the steps of each survivor, and the weights, which replicas have equally."""
+        found = {int(path.stem[5:]): path for path in self._folder.glob("found*.pt")}
+        assert found.keys() == survivors, self.text
+        weights, made = dict[str, Tensor](), list[list[int]]()
+        for path in found.values():
+            steps, state = torch.load(path)
+            made.append(steps)
+            for name, value in state.items():
+                torch.testing.assert_close(value, weights.setdefault(name, value), rtol=0, atol=0)
+        return made, weights

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -24,7 +24,7 @@ from polyrhythm.lab import control, namespace
 from polyrhythm.lab.host_state import namespace_id, namespace_pids
 from polyrhythm.lab.lab import Lab
 from polyrhythm.processes import BAD_INPUT, Child, end_all
-from tests.lab.hosts import cluster, echo, measure, round_trips
+from tests.lab.hosts import cluster, echo, measure, namespaces, round_trips
 
 OWNER = """
 import sys
@@ -37,17 +37,6 @@ with Lab(cluster(3), name=sys.argv[1]) as lab:
     print("up", flush=True)
     time.sleep(1000)
 """
-
-
-@contextmanager
-def namespaces(processes: list[psutil.Process]) -> Iterator[set[int]]:
-    """Yield the network namespaces of the processes, and keep them from being freed.
-
-    The kernel would give the number of a freed one to the next lab, of another test.
-    """
-    with ExitStack() as stack:
-        files = [stack.enter_context(Path(f"/proc/{p.pid}/ns/net").open()) for p in processes]
-        yield {os.fstat(file.fileno()).st_ino for file in files}
 
 
 @pytest.mark.timeout(60)

@@ -148,6 +148,24 @@ def test_a_broken_link_costs_one_of_its_ends(
     assert "it has no connection with process" in running.text
     if sync in ("decoupled", "all_reduce", "balanced"):
         running.check(survivors)
+    elif sync == "adaptive":
+        running.check_groups(survivors)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("sync", long_except(["all_reduce", "balanced", "age", "adaptive"], 0))
+def test_averages_go_around_a_broken_link(tmp_path: Path, sync: str) -> None:
+    with Job(tmp_path, sync, (1, 3)) as running:
+        attach.change_link(
+            running.control, *"bc", latency=None, bandwidth=None, up=False, one_way=False
+        )
+        running.go_on()
+        assert running.end() == 0, running.text
+    assert '"Lost"' not in (tmp_path / "logs/membership.jsonl").read_text()
+    if sync in ("all_reduce", "balanced"):
+        running.check({0, 1, 2})
+    else:
+        running.check_groups({0, 1, 2})
 
 
 @pytest.mark.long

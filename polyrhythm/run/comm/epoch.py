@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from polyrhythm.errors import PeerError
 from polyrhythm.sync.setup import Setup
-from polyrhythm.types import Seconds
+from polyrhythm.types import Seconds, Worker
 
 # To connect, all members of an epoch come at once: one that does not is lost. So long gloo waits
 # for its address, and five times as long for the connection.
@@ -59,6 +59,7 @@ class Epoch:
         self._kept: list[dist.ProcessGroup] = []
         self._on_end: list[weakref.WeakMethod[Callable[[PeerError], None]]] = []
         self._waits: set[Future[Any]] = set()
+        self._on_unreachable: list[weakref.WeakMethod[Callable[[Collection[Worker]], None]]] = []
 
     def connect_timeout(self, timeout: Seconds) -> Seconds:
         """Return the longest wait for the other members of a new group."""
@@ -77,11 +78,26 @@ class Epoch:
     def on_end(self, function: Callable[[PeerError], None]) -> None:
         """Call a method with the error when the epoch ends, in the thread that ends it.
 
-        Not if its object is gone by then.
+        Not if its object is gone by then. Raises the error if the epoch has ended already.
         """
         if self.connects_at_once:  # other epochs do not end
             with self._lock:
                 self._on_end.append(weakref.WeakMethod(function))
+            self.check()
+
+    def on_unreachable(self, function: Callable[[Collection[Worker]], None]) -> None:
+        """Call a method with workers that this one does not reach, as long as this is so."""
+        if self.connects_at_once:
+            with self._lock:
+                self._on_unreachable.append(weakref.WeakMethod(function))
+
+    def report_unreachable(self, workers: Collection[Worker]) -> None:
+        """Let averages go around these workers; any thread."""
+        with self._lock:
+            functions = [method() for method in self._on_unreachable]
+        for function in functions:
+            if function is not None:
+                function(workers)
 
     def wait(self, function: Callable[[], _T]) -> _T:
         """Return what `function` returns, which waits in gloo; raise the error if the epoch ends.

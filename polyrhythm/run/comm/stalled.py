@@ -8,6 +8,7 @@ known to be.
 import socket
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from polyrhythm.types import Seconds
 
@@ -17,43 +18,50 @@ _NUM_CONNECTION_REQUESTS = 3  # the first three take 7 s
 _ESTABLISHED, _SYN_SENT = 1, 2
 
 
+class _Connection(NamedTuple):
+    address: str  # of the peer
+    has_stalled: bool
+    answers: bool  # the peer has sent something not long ago
+
+
 def unreachable_addresses() -> set[str]:
-    """Return the IPv4 addresses of hosts that confirm nothing that this process has sent."""
+    """Return the IPv4 addresses of hosts that confirm nothing that this process has sent.
+
+    Not of a host that answers another connection: a script may talk to a port that nobody serves.
+    """
     if sys.platform != "linux":
         return set()
-    found = set[str]()
-    for path in Path("/proc/self/fd").iterdir():
-        found.add(_unreachable_peer(path))
-    return found - {""}
+    found = [each for path in Path("/proc/self/fd").iterdir() if (each := _connection(path))]
+    stalled = {each.address for each in found if each.has_stalled}
+    return stalled - {each.address for each in found if each.answers} - {""}
 
 
-def _unreachable_peer(path: Path) -> str:
-    """Return the peer's address if the file is a TCP connection that has stalled, else ''."""
+def _connection(path: Path) -> _Connection | None:
+    """Return the TCP connection whose descriptor has this path; None if it is something else."""
     try:
         name = str(path.readlink())  # socket:[inode]
         if not name.startswith("socket:"):
-            return ""
+            return None
         # With this flag Python leaves the socket as it is. Otherwise a default timeout, as a script
         # may set it, would make it and all its copies non-blocking.
         kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK
         connection = socket.socket(socket.AF_INET, kind, fileno=int(path.name))
     except OSError:  # it has been closed meanwhile
-        return ""
+        return None
     try:
         kinds = (socket.SO_DOMAIN, socket.AF_INET), (socket.SO_TYPE, socket.SOCK_STREAM)
         if any(connection.getsockopt(socket.SOL_SOCKET, what) != value for what, value in kinds):
-            return ""
+            return None
         data = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
-        if not _has_stalled(data):
-            return ""
+        has_stalled = _has_stalled(data)
         if data[0] == _SYN_SENT:
-            return _requested_peer(name.removeprefix("socket:[").removesuffix("]"))
-        address: str = connection.getpeername()[0]
-    except OSError:
-        return ""
+            inode = name.removeprefix("socket:[").removesuffix("]")
+            return _Connection(_requested_peer(inode), True, False) if has_stalled else None
+        return _Connection(connection.getpeername()[0], has_stalled, _answers(data))
+    except OSError:  # it listens, or has lost its peer
+        return None
     finally:
         connection.detach()  # its descriptor belongs to others
-    return address
 
 
 def _requested_peer(inode: str) -> str:
@@ -72,6 +80,11 @@ def _has_stalled(data: bytes) -> bool:
     if state == _SYN_SENT:
         return retransmits >= _NUM_CONNECTION_REQUESTS
     unacked = int.from_bytes(data[24:28], sys.byteorder)
-    silent_for = int.from_bytes(data[56:60], sys.byteorder) / 1e3
     is_waiting = state == _ESTABLISHED and unacked > 0
-    return is_waiting and backoff >= _NUM_RETRANSMISSIONS and silent_for >= _SILENT_FOR
+    return is_waiting and backoff >= _NUM_RETRANSMISSIONS and not _answers(data)
+
+
+def _answers(data: bytes) -> bool:
+    """Whether data or a confirmation has arrived not long ago, by Linux's `struct tcp_info`."""
+    arrived = (int.from_bytes(data[i : i + 4], sys.byteorder) / 1e3 for i in (52, 56))
+    return data[0] == _ESTABLISHED and min(arrived) < _SILENT_FOR

@@ -129,6 +129,13 @@ class JobStore:
             return value
         return self.receive(name, members.leader, members, as_type=as_type)
 
+    def gather_object(self, name: str, value: Any, members: Members) -> list[Any]:
+        """Return the values of all members, in their order, on the leader; on others nothing."""
+        if self.rank != members.leader:
+            self.publish(name, value, members)
+            return []
+        return [value, *self._receive_all(name, members.ranks[1:], members, None)]
+
     def all_gather_object(
         self, name: str, value: Any, members: Members, *, as_type: Any = None
     ) -> list[Any]:

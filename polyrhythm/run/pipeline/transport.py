@@ -252,9 +252,9 @@ class _Box(Generic[_M]):
         self.route = route
         self._local_error: Exception | None = None  # of this process, such as out of memory
         self._changed = threading.Condition()
-        current_epoch().on_end(self.fail)
         self._queue: queue.SimpleQueue[_M | None] = queue.SimpleQueue()
         self._stream = torch.cuda.Stream(route.device) if route.device.type == "cuda" else None
+        current_epoch().on_end(self.fail)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -283,7 +283,10 @@ class ElasticJob:
         found = set[int]()
         for address in unreachable_addresses():
             found |= self._members_at.get(address, set())
-        found &= self._mates if self.routes_around else self._assignment.workers.keys()
+        workers = self._assignment.workers
+        if self.routes_around and (others := found - self._mates):
+            self._epoch.report_unreachable({workers[m] for m in others if m in workers})
+        found &= self._mates if self.routes_around else workers.keys()
         launched = {rank: number for number, rank in enumerate(self._ranks)}
         return [launched[m] for m in found - {self.member}]
 
@@ -305,8 +308,12 @@ class ElasticJob:
         )
 
     def _check_progress(self, begin: Begin) -> None:
-        """Raise PeerError if epochs go on ending before a step of them is completed."""
-        self._num_fruitless = 1 if begin.committed is not None else self._num_fruitless + 1
+        """Raise PeerError if epochs go on ending before a step of them is completed.
+
+        An epoch that has lost a member does not count: there are only so many.
+        """
+        is_fruitless = begin.committed is None and not begin.lost
+        self._num_fruitless = self._num_fruitless + 1 if is_fruitless else 1
         if self._num_fruitless > _MAX_FRUITLESS:
             raise PeerError(
                 "another worker",

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from polyrhythm.errors import LaunchError, PeerError, UserError, peer_errors
@@ -264,18 +265,29 @@ class MeasuredStep:
 class MetricGather:
     """Gathers the numbers of some workers in the background; made by all of them together."""
 
-    def __init__(self, ranks: Sequence[int], *, timeout: Seconds) -> None:
-        self._group, self._timeout = new_gloo_group(ranks, _WHAT, timeout=timeout), timeout
-        set_timeout(self._group, step_timeout(timeout, 0))  # `start` bounds each wait
-        self._num_gathers = 0
+    def __init__(
+        self, ranks: Sequence[int], *, timeout: Seconds, store: JobStore | None = None, name: str
+    ) -> None:
+        """Over gloo, or through `store` if not all workers may reach one another; `name` is unique.
+
+        The thread of this object alone uses the store.
+        """
+        self._timeout, self._store, self._name = timeout, store, name
+        self._ranks, self._num_gathers, self._num_done = tuple(ranks), 0, 0
+        self._group: dist.ProcessGroup | None = None
+        if store is None:
+            self._group = new_gloo_group(ranks, _WHAT, timeout=timeout)
+            set_timeout(self._group, step_timeout(timeout, 0))  # `start` bounds each wait
+        self._rank = self._ranks.index(dist.get_rank())
         # One gather at a time. For so few numbers `struct` takes less time than numpy or torch.
-        self._num_ranks, self._rank = len(ranks), self._group.rank()
+        self._num_ranks = len(ranks)
         self._empty = bytes(STEPS_TOGETHER * len(ranks) * _row.size)
         self._rows = bytearray(self._empty)  # a row of each worker, step by step
         self._tensor = torch.frombuffer(self._rows, dtype=torch.float64).view(STEPS_TOGETHER, -1)
         # Waits for the GPU and for the others; at exit it ends a gather that waits. The training
         # thread would wait for the interpreter lock, which other threads want after a step, too.
-        self._thread = CommThread([self._group], timeout=timeout)
+        groups = [] if self._group is None else [self._group]
+        self._thread = CommThread(groups, timeout=timeout)
 
     def start(self, steps: "Sequence[MeasuredStep]") -> Callable[[], list[list[Measured]]]:
         """Gather some steps, as many in all workers, at most `STEPS_TOGETHER`.
@@ -302,16 +314,36 @@ class MetricGather:
         self._thread.close()
 
     def _gather(self, steps: "Sequence[MeasuredStep]") -> list[list[Measured]]:
+        own = [_row.pack(*_numbers(step.read())) for step in steps]
+        if self._store is not None:
+            gathered = self._through_store(self._store, b"".join(own))
+            by_worker = [list(_row.iter_unpack(each)) for each in gathered]
+            return [[Measured(*rows[i]) for rows in by_worker] for i in range(len(steps))]
+        assert self._group is not None, "otherwise it has a store"
         # A sum of rows, of which each worker has one: gloo starts it faster than an all-gather.
         self._rows[:] = self._empty
-        for number, step in enumerate(steps):
+        for number, row in enumerate(own):
             offset = (number * self._num_ranks + self._rank) * _row.size
-            _row.pack_into(self._rows, offset, *_numbers(step.read()))
+            self._rows[offset : offset + _row.size] = row
         with peer_errors("another worker", f"gathering {_WHAT}"):
             current_epoch().wait(self._group.allreduce([self._tensor[: len(steps)]]).wait)
         rows = [Measured(*row) for row in _row.iter_unpack(self._rows)]
         size = self._num_ranks
         return [rows[size * i : size * (i + 1)] for i in range(len(steps))]
+
+    def _through_store(self, store: JobStore, own: bytes) -> list[bytes]:
+        """Return what all workers pass, by the leader: so each reads two values, and not all."""
+        members, number = Members(self._ranks), self._num_done
+        rows, all_rows = (f"{self._name}/{what}" for what in ("rows", "all rows"))
+        found = store.gather_object(f"{rows} {number}", own, members)
+        is_leader = store.rank == members.leader
+        if is_leader and number:  # all have read it, or would not have passed their next rows
+            store.delete(f"{all_rows} {number - 1}", members)
+        found = store.broadcast_object(f"{all_rows} {number}", found, members)
+        if not is_leader:
+            store.delete(f"{rows} {number}", members)
+        self._num_done += 1
+        return found
 
 
 class StepMetrics:
@@ -362,11 +394,11 @@ class StepMetrics:
             self._wait = self._gather.start(self._started)
 
     def _finish(self) -> bool:
-        steps, self._started = self._started, []
-        if not steps:
+        if not (steps := self._started):
             return False
         is_finite, was_finite = True, self._was_finite
         gathered = [[step.read()] for step in steps] if self._wait is None else self._wait()
+        self._started = []  # not before: after a failure `abandon` reports them
         for step, found in zip(steps, gathered, strict=True):
             self._found.append((step, found))
             is_finite &= math.isfinite(sum([each.loss + each.grad_squares for each in found]))

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -315,11 +316,14 @@ def join_epoch(ctx: DistContext, plan: Plan, worker: Worker, timeout: Seconds) -
     stack, epoch = ExitStack(), current_epoch()
     assert ctx.store is not None, "the epoch has one"
     store = JobStore(prefixed("workers", ctx.store), ctx.rank, timeout=timeout)
+    members = Members(tuple(range(ctx.world_size)))
     # Torch waits in the store for all of them, in a thread that may be left alone until a timeout.
-    store.barrier("to connect", Members(tuple(range(ctx.world_size))))
+    store.barrier("to connect", members)
     # A group that could not connect still counts, and the number is in the keys of the next one.
     dist.distributed_c10d._world.group_count = 0
-    stack.enter_context(ctx.process_group(epoch.connect_timeout(timeout)))
+    # Two workers may not reach each other any more: all reach the store.
+    leaving = partial(store.barrier, "to leave", members)
+    stack.enter_context(ctx.process_group(epoch.connect_timeout(timeout), barrier=leaving))
     group = _gloo_of_job()
     set_timeout(group, timeout)
     epoch.add(group, keeps=True)
