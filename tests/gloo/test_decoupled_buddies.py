@@ -30,7 +30,13 @@ from polyrhythm.run.comm.reduce_scatter import (
 from polyrhythm.run.decoupled import gradient_sync
 from polyrhythm.run.decoupled.gradient_sync import GradientSync
 from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
-from polyrhythm.run.decoupled.reshard import StateMessages, reshard
+from polyrhythm.run.decoupled.reshard import (
+    StateMessages,
+    _choose_epoch,
+    _Introduction,
+    _Offer,
+    reshard,
+)
 from polyrhythm.sync.fusion.tuner import BucketCandidate, BucketMode
 from tests.gloo.decoupled import TIMEOUT, WIDTH, inputs_of, loss_of
 from tests.gloo.emulated_cuda import without_cuda
@@ -629,3 +635,12 @@ def test_loss_during_a_change_of_buckets_loses_nothing(tmp_path: Path, num_gathe
 
     found = run_with_failures(4, work, tmp_path, lost={1})
     check_recovery(found, adam, 4, left, LOST_AT)
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_member_with_the_whole_state_is_enough(epoch: int) -> None:
+    """Another one may not know that it has got their shards: its own are not needed."""
+    whole = _Introduction(True, "form", [4], {0: _Offer(is_whole=True)})
+    shard = _Introduction(False, "form", [4], {epoch: _Offer(num_steps=7, num_replicas=3)})
+    assert _choose_epoch([whole, shard]) == (0, {0: _Offer(is_whole=True)})
+    assert _choose_epoch([shard, shard]) == (epoch, dict.fromkeys((0, 1), shard.offers[epoch]))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -293,6 +294,46 @@ def test_waits_end_after_their_timeouts() -> None:
         assert members[1].client.commit(1, 2, TIMEOUT).number == 1, "its vote counts"
         for member in members:
             member.client.finish()
+
+
+@pytest.mark.timeout(60)
+def test_killed_coordinator_is_the_cause_also_after_an_earlier_loss(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> None:
+        member = Member(ctx.coordinator, ctx.rank)
+        member.begin()
+        if ctx.rank == 2:
+            kill_self()
+        eventually(lambda: member.client.ended)
+        member.begin(member.client.ended)
+        (tmp_path / f"goes on {ctx.rank}").touch()
+        eventually(lambda: len(member.ends) == 2)
+        member.client.check()
+
+    with (
+        pytest.raises(WorkerError, match="the job's coordinator was ended by SIGKILL"),
+        job_of(work, 3, tmp_path) as job,
+    ):
+        eventually(lambda: job.wait(0.0) or len(list(tmp_path.glob("goes on *"))) == 2)
+        assert job._coordinator is not None
+        os.kill(job._coordinator.process.pid, signal.SIGKILL)
+        job.wait(20)
+
+
+def test_server_sleeps_after_a_report_whatever_it_has_seen_first() -> None:
+    with server_of(1) as (server, access):
+        member, waits = Member(access, 0), count()
+        member.begin()
+        wait = server._socket.wait
+
+        def counting(timeout: float) -> None:
+            next(waits)
+            wait(timeout)
+
+        server._socket.wait = counting  # type: ignore[method-assign]
+        server._socket.wake()  # of a report that was read already
+        time.sleep(1.0)
+        assert next(waits) < 100
+        member.client.finish()
 
 
 @pytest.mark.timeout(60)

@@ -1,6 +1,7 @@
 """Waits that cannot work together are refused before training begins."""
 
 import math
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,32 @@ def test_timeouts_in_the_wrong_order_are_refused(wrong: dict[str, float]) -> Non
 def test_a_step_fails_after_a_lost_process_is_known() -> None:
     timeouts = LossTimeouts()
     waits = [part.split(" s ")[0] for part in timeouts.order(60.0).split("; ")]
-    assert waits == ["after 0.3", "after 15", "after 60", "after 600"]
+    assert waits == ["after 1", "after 15", "after 60", "after 600"]
     assert timeouts.order(3600.0).endswith(
         "after 3600 s a step fails that waits for a process that is alive"
     )
     with pytest.raises(PolicyError, match="use timeout=30 or more") as caught:
         timeouts.order(15.0)
     assert "timeout=15 s" in caught.value.wrong
+
+
+@pytest.mark.parametrize(
+    ("gaps", "expected"),
+    [
+        ((0.5,), 5.0),  # the shortest
+        ((0.5, 0.5, 4.0, 0.5), 5.0),  # few outliers change nothing
+        ((0.5, 1.5, 2.5), 11.5),  # 1.5 + 10 * 1.0
+        ((0.5, 9.0), 15.0),  # the longest
+    ],
+)
+def test_how_long_a_process_may_be_silent_is_learned_from_its_gaps(
+    gaps: tuple[float, ...], expected: float
+) -> None:
+    learned = LossTimeouts().learned_heartbeat()
+    assert learned.current == 15.0
+    for _, gap in zip(range(40), cycle(gaps), strict=False):
+        learned.record(gap)
+    assert learned.current == pytest.approx(expected)
 
 
 @pytest.mark.long

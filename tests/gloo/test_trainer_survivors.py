@@ -1,6 +1,7 @@
 """Workers of a Trainer's job are lost: the others go on, with the same steps and results."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -17,15 +18,19 @@ from torch import Tensor, nn
 
 from polyrhythm.errors import WorkerError
 from polyrhythm.processes import TERMINATED, Child
+from polyrhythm.run.checkpoint import save
 from polyrhythm.run.comm import epoch, process_groups
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.comm.process_groups import GlooGroup
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
+from polyrhythm.run.decoupled.optimizer import DistributedOptimizer
+from polyrhythm.run.pipeline.pipeline import Pipeline
 from polyrhythm.run.trainer import checkpointer, elastic
 from polyrhythm.run.trainer import trainer as trainer_module
 from polyrhythm.run.trainer.config import CheckpointConfig, DeviceConfig
-from polyrhythm.run.trainer.fit_loop import BufferCopies
+from polyrhythm.run.trainer.fit_loop import BufferCopies, FitLoop
+from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo import faults
 from tests.gloo.checkpoint_faults import mount_small_disk
 from tests.gloo.faults import Fault, after_step, both
@@ -120,6 +125,24 @@ def test_a_killed_stage(tmp_path: Path, sync: str, victim: int) -> None:
     assert not any("no label" in text for text in warnings), "of steps whose losses are lost"
 
 
+@pytest.mark.parametrize("sync", long_except(SYNCS, 0))
+def test_a_replica_that_runs_out_of_memory(
+    tmp_path: Path, sync: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = train(tmp_path, (1, 3), faults.out_of_memory(41, 1), sync=sync)
+    assert found.keys() == {0, 2}
+    check(found, (1, 3), tmp_path)
+    shown = capfd.readouterr().err
+    assert "worker of rank 1 failed: " in shown
+    assert "s0p1 ran out of memory in F" in shown
+
+
+@pytest.mark.long
+def test_all_run_out_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="ran out of memory in F"):
+        train(tmp_path, (2, 2), faults.out_of_memory(0, 0, 1, 2, 3))
+
+
 POINTS = {
     "all_reduce": ["before_vote", "after_vote", "after_commit", "during_exchange", "after_done"],
     "balanced": ["before_vote", "during_exchange"],
@@ -180,7 +203,7 @@ def test_a_loss_during_a_checkpoint_for_which_the_disk_is_full(tmp_path: Path) -
                 with contextlib.suppress(OSError), (disk / "other").open("wb", 0) as other:
                     while True:
                         other.write(bytes(1024))
-            elif (info.step, ctx.rank) == (7, 2):
+            elif (info.step, ctx.rank) == (6, 2):  # metrics are a step late
                 assert os.statvfs(disk).f_bavail == 0
                 (disk / "other").unlink()
 
@@ -204,7 +227,12 @@ def test_a_loss_during_a_checkpoint_for_which_the_disk_is_full(tmp_path: Path) -
 
 @pytest.mark.parametrize("point", long_except(["while_joining", "after_joining"], 1))
 def test_a_second_loss_while_the_survivors_connect(tmp_path: Path, point: str) -> None:
-    fault = both(after_step(4, 1), getattr(faults, point)(2))
+    killed = both(after_step(4, 1), getattr(faults, point)(2))
+
+    def fault(ctx: DistContext) -> Any:
+        elastic._MAX_FRUITLESS = 1  # an epoch that has lost somebody does not count
+        return killed(ctx)
+
     found = train(tmp_path, (1, 4), fault, sync="all_reduce")
     assert found.keys() == {0, 3}
     check(found, (1, 4), tmp_path)
@@ -236,6 +264,29 @@ def test_one_survivor_alone_fails_to_connect(tmp_path: Path, is_connected: bool)
     found = train(tmp_path, (1, 4), fault, sync="all_reduce")
     assert found.keys() == {0, 2, 3}
     check(found, (1, 4), tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_survivor_that_never_connects_ends_the_job(tmp_path: Path) -> None:
+    killed = after_step(4, 1)
+
+    def fault(ctx: DistContext) -> Any:
+        class Failing(GlooGroup):
+            def __init__(self, store: Any, rank: int, size: int, *args: Any, **more: Any) -> None:
+                super().__init__(store, rank, size, *args, **more)
+                if (ctx.rank, size) == (2, 3):
+                    raise RuntimeError("connect timeout")
+
+        process_groups.GlooGroup = Failing  # type: ignore[misc]
+        elastic._MAX_FRUITLESS = 2
+        return killed(ctx)
+
+    with pytest.raises(WorkerError, match="rank 1 was ended by SIGKILL"):
+        train(tmp_path, (1, 4), fault, sync="all_reduce")
+    for rank in (0, 2, 3):
+        output = (tmp_path / f"logs/rank{rank}.log").read_text()
+        assert "2 epochs, in which no step was completed" in output
 
 
 @pytest.mark.long
@@ -456,6 +507,46 @@ def test_a_loss_in_float16(tmp_path: Path, sync: str, point: str) -> None:
             assert torch.equal(value, found[0].weights[name])
 
 
+@pytest.mark.long
+def test_a_loss_in_float16_while_stages_exchange_their_norms(tmp_path: Path) -> None:
+    """The optimizer of the survivors has unscaled its gradients: it does so again."""
+    killed = faults.at_call(Pipeline, "clip_grad_norm_", 5, 5)
+
+    def fault(ctx: DistContext) -> Any:
+        clip = Pipeline.clip_grad_norm_
+
+        def slow(pipeline: Pipeline, limit: float) -> Tensor:
+            if ctx.rank == 1:  # process 0 waits for it, and both learn of the loss
+                time.sleep(0.3)
+            return clip(pipeline, limit)
+
+        Pipeline.clip_grad_norm_ = slow
+        return killed(ctx)
+
+    device = DeviceConfig("cpu", autocast=torch.float16)
+    found = train(tmp_path, (2, 3), fault, sync="all_reduce", device=device)
+    assert found.keys() == {0, 1, 2, 3}
+    assert all(each.steps == list(range(NUM_STEPS)) for each in found.values())
+
+
+def with_statistics() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 16), nn.Tanh()),
+        *(nn.Linear(16, 4), nn.Identity()),
+    )
+
+
+def test_statistics_count_no_step_twice(tmp_path: Path) -> None:
+    fault = faults.during_all_gather(1)
+    found = train(tmp_path, (1, 3), fault, sync="decoupled", model=with_statistics)
+    begins = [event for event in membership(tmp_path) if event["event"] == "Begin"]
+    num_before = begins[1]["committed"] + 1
+    num_microbatches = 4 * num_before + 6 * (NUM_STEPS - num_before)  # of each pipeline
+    assert found.keys() == {0, 2}
+    for each in found.values():
+        assert each.weights["0.num_batches_tracked"] == num_microbatches
+
+
 def test_running_statistics_of_a_repeated_step_count_once() -> None:
     module = nn.BatchNorm1d(4)
     module(torch.randn(8, 4))
@@ -479,3 +570,79 @@ def test_the_last_checkpoint_is_saved_again_after_a_loss(tmp_path: Path) -> None
     found = train(tmp_path, (2, 2), fault, sync="all_reduce", run_dir=run, checkpoint=saves)
     check(found, (2, 2), tmp_path)
     assert len(list((run / "checkpoints").iterdir())) == 1
+
+
+def test_a_loss_while_the_last_checkpoint_is_written(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killed = faults.at_call(FitLoop, "_wait_for_last_save", 0, 3)
+
+    def fault(ctx: DistContext) -> Any:
+        write = save._write
+
+        def slow(*args: Any) -> Any:
+            time.sleep(1.0 * (ctx.rank == 1))
+            return write(*args)
+
+        save._write = slow
+        return killed(ctx)
+
+    saves = CheckpointConfig(every=1000)
+    found = train(tmp_path, (2, 2), fault, sync="all_reduce", run_dir=run, checkpoint=saves)
+    assert found.keys() == {0, 1}
+    check(found, (2, 2), tmp_path)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{NUM_STEPS:08}"]
+
+
+@pytest.mark.parametrize("sync", long_except(["decoupled", "all_reduce", "age"], 0))
+def test_a_loss_after_fit(tmp_path: Path, sync: str) -> None:
+    def work(ctx: DistContext) -> None:
+        with trainer(plan_of(2, 2), sync=sync) as made:
+            made.fit(max_steps=4, progress=False)
+            if ctx.rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1.0)
+        (tmp_path / f"done{ctx.rank}").touch()
+
+    with LocalJob(work, 4, output_folder=tmp_path / "logs", keeps_survivors=True) as job:
+        assert job.wait(_TIMEOUT), "not done in time"
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1", "done2"]
+
+
+def test_a_loss_while_a_callback_reads_the_weights(tmp_path: Path) -> None:
+    """They are on their way, and do not come."""
+    killed = faults.during_all_gather(1)
+
+    def fault(ctx: DistContext) -> Any:
+        killed(ctx)
+        fit_of, made = Trainer.fit, list[Trainer]()
+
+        def fit_and_remember(trainer: Trainer, **arguments: Any) -> Any:
+            made.append(trainer)
+            return fit_of(trainer, **arguments)
+
+        Trainer.fit = fit_and_remember  # type: ignore[method-assign]
+        return lambda info: sum(value.norm() for value in made[0].model.state_dict().values())
+
+    found = train(tmp_path, (1, 3), fault, sync="decoupled")
+    assert found.keys() == {0, 2}
+    check(found, (1, 3), tmp_path)
+
+
+def test_nothing_of_an_epoch_that_has_ended_stays_in_memory(tmp_path: Path) -> None:
+    killed = after_step(4, 1)
+
+    def fault(ctx: DistContext) -> Any:
+        callback = killed(ctx)
+
+        def count_objects(info: Any) -> None:
+            if info.step == NUM_STEPS - 2:
+                gc.collect()
+                kinds = [type(each) for each in gc.get_objects()]
+                found = [kinds.count(kind) for kind in (DistributedOptimizer, FitLoop, Pipeline)]
+                (tmp_path / f"objects{ctx.rank}.json").write_text(json.dumps(found))
+
+        return callback or count_objects
+
+    train(tmp_path, (1, 3), fault, sync="decoupled")
+    found = [json.loads((tmp_path / f"objects{rank}.json").read_text()) for rank in (0, 2)]
+    assert found == [[1, 1, 1]] * 2

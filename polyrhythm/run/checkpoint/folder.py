@@ -30,15 +30,16 @@ CHECKPOINTS = "checkpoints"  # subfolder of the run folder
 BEST = "best"  # in place of a step or a path: the checkpoint of the best evaluation
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
-_LEFTOVER = re.compile(r"\.step-\d{8,}\.(partial|removed)")
+_LEFTOVER = re.compile(r"\.step-\d{8,}(\.[0-9a-f]+)?\.(partial|removed)")
 
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08}"
 
 
-def partial_folder(folder: Path, step: int) -> Path:
-    return folder / f".step-{step:08}.partial"
+def partial_folder(folder: Path, step: int, token: str = "") -> Path:
+    """Return where a checkpoint is written; two saves of one step may each have a token."""
+    return folder / f".step-{step:08}{token and f'.{token}'}.partial"
 
 
 def list_steps(folder: Path) -> dict[int, Path]:

@@ -7,6 +7,7 @@ a failed save once no stage writes in it any more.
 """
 
 import contextlib
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -124,16 +125,18 @@ def save_with_all_stages(snapshot: StageSnapshot, context: SaveContext) -> tuple
 def skip(name: str, why: str, context: SaveContext) -> None:
     """Take part in a save without writing: it fails on all stages."""
     context.store.set_once(f"{name}/decision", why, context.members)
-    for value in ("part",) if context.stage else ("begin", "end"):
-        context.store.publish(f"{name}/{value}", why, context.members, as_type=str)
+    if context.stage == 0:
+        context.store.publish(f"{name}/begin", (why, ""), context.members)
+    value = "part" if context.stage else "end"
+    context.store.publish(f"{name}/{value}", why, context.members, as_type=str)
 
 
 def _follow(snapshot: StageSnapshot, context: SaveContext) -> str:
     """On the other stages: write the file and report it; return the decision of stage 0."""
     store, name, members = context.store, snapshot.name, context.members
-    why: str = store.receive(f"{name}/begin", members.leader, members)
+    why, folder = store.receive(f"{name}/begin", members.leader, members)
     with store.heartbeats(f"{name}/part", members):
-        part = why or _write(snapshot, context)
+        part = why or _write(snapshot, context, context.folder / folder)
     store.publish(f"{name}/part", part, members, as_type=_Report)
     decided: str = store.receive(f"{name}/end", members.leader, members)
     return decided
@@ -149,7 +152,8 @@ def _lead(snapshot: StageSnapshot, context: SaveContext) -> str:
 
 def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
     store, members = context.store, context.members
-    partial = partial_folder(context.folder, snapshot.step)
+    # Its own: survivors of a loss may save the step again while this thread still gives up.
+    partial = partial_folder(context.folder, snapshot.step, os.urandom(4).hex())
     try:
         why = ""
         try:
@@ -157,8 +161,8 @@ def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
             partial.mkdir(parents=True)
         except OSError as error:
             why = f"stage 0: {summarize_error(error)}"
-        store.publish(f"{snapshot.name}/begin", why, members)
-        reports: list[_Report] = [why or _write(snapshot, context)]
+        store.publish(f"{snapshot.name}/begin", (why, partial.name), members)
+        reports: list[_Report] = [why or _write(snapshot, context, partial)]
         reports += [
             store.receive(f"{snapshot.name}/part", rank, members, as_type=_Report)
             for rank in members.ranks[1:]
@@ -182,8 +186,8 @@ def _write_and_complete(snapshot: StageSnapshot, context: SaveContext) -> str:
     return decided
 
 
-def _write(snapshot: StageSnapshot, context: SaveContext) -> _Report:
-    path = partial_folder(context.folder, snapshot.step) / STAGE_FILE(context.stage)
+def _write(snapshot: StageSnapshot, context: SaveContext, partial: Path) -> _Report:
+    path = partial / STAGE_FILE(context.stage)
     try:
         copies, optimizer = snapshot.copies.wait(), snapshot.optimizer
         tensors = copies

@@ -51,7 +51,7 @@ from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds
 
 # The server gives a closed connection less time: a client that is not back by then is fenced.
-RECONNECT_TIMEOUT: Seconds = 1.0
+RECONNECT_TIMEOUT: Seconds = 1.5
 SERVER_TIMEOUT: Seconds = 15.0  # without any message of the coordinator
 CLOSE_TIMEOUT: Seconds = 1.0  # for the last messages, and again for the thread to end
 _STALL: Seconds = 2 * HEARTBEAT_INTERVAL  # this process was stopped or starved

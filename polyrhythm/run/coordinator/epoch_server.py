@@ -110,7 +110,9 @@ _LOGGED = (Enroll, Depart, Unreachable, Finish, Lost, Begin, End, Fenced)
 class LossTimeouts:
     """When a process counts as lost that its launcher has not reported."""
 
-    reconnect: Seconds = 0.3  # after its connection has closed; a client retries after 0.1 s
+    # After its connection has closed. A client retries after 0.1 to 0.2 s, and needs four round
+    # trips then. Launchers report processes that have ended: only without them others wait longer.
+    reconnect: Seconds = 1.0
     # Without any message: learned from the gaps between its heartbeats, within these bounds. Until
     # enough are known it is the longest, since a process that starts may be busy.
     min_heartbeat: Seconds = 5.0
@@ -189,7 +191,9 @@ class _EpochSocket(RouterSocket):
         with contextlib.suppress(OSError):  # full of wake-ups already, or closed
             self._wake_sender.send(b"\0")
 
-    def clear_wakes(self) -> None:
+    def wait(self, timeout: Seconds) -> None:
+        """Wait as a RouterSocket, or for `wake`: what is to be seen then must be there before."""
+        super().wait(timeout)
         with contextlib.suppress(BlockingIOError):
             self._wake_receiver.recv(4096)
 
@@ -320,7 +324,6 @@ class EpochServer:
         if self.epochs.next_timer() <= now:
             self._step(Tick(now, self._silent_members(now)))
         if self._reports:
-            self._socket.clear_wakes()
             self._read_reports(now)
         if self._socket.closed_fds:
             self._suspect_closed(now)

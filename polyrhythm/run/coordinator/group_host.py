@@ -50,9 +50,8 @@ class GroupHost:
         for other in [n for n, hosted in self._hosted.items() if hosted.coordinator.is_over]:
             self._close(other)
         if name not in self._hosted:
-            coordinator = self._start(setup, log, startup_timeout)
             workers = dict(zip(members, setup.workers, strict=True))
-            self._hosted[name] = _Hosted(coordinator, workers)
+            self._hosted[name] = _Hosted(self._start(setup, log, startup_timeout), workers)
         return self._hosted[name].coordinator.address
 
     def report_lost(self, member: Member) -> None:

@@ -58,6 +58,7 @@ class _Offer(msgspec.Struct, frozen=True):
     num_replicas: int = 1  # that had its state together
     is_prepared: bool = False
     has_buddies: bool = False
+    is_whole: bool = False  # that of a plain optimizer, in epoch 0
     order: _Order | None = None
 
 
@@ -126,7 +127,8 @@ def _reshard(
     )
     members = messages.exchange(introduction, _Introduction)
     epoch, chosen = _choose_epoch(members)
-    old, num_steps = offered.get(epoch), _agree_on_step(chosen)
+    old = offered.get(epoch) if group.rank() in chosen else None
+    num_steps = _agree_on_step(chosen)
     if isinstance(old, DistributedOptimizer):
         if old.num_steps < num_steps:
             old.complete_step()
@@ -397,7 +399,7 @@ def _offered(optimizer: Optimizer | None) -> Iterator[tuple[int, Optimizer]]:
 
 def _offer_of(optimizer: Optimizer) -> _Offer:
     if not isinstance(optimizer, DistributedOptimizer):
-        return _Offer()
+        return _Offer(is_whole=True)
     order = optimizer.parameter_order
     return _Offer(
         num_steps=optimizer.num_steps,
@@ -409,8 +411,13 @@ def _offer_of(optimizer: Optimizer) -> _Offer:
 
 
 def _choose_epoch(members: Sequence[_Introduction]) -> tuple[int, dict[int, _Offer]]:
-    """Return the newest epoch of which all members with state have theirs, and their offers."""
+    """Return the newest epoch of which all members with state have theirs, and their offers.
+
+    A member with all of the state is enough: others may not know that it has got their shards.
+    """
     with_state = {rank: each.offers for rank, each in enumerate(members) if each.offers}
+    whole = {rank: found for rank, found in with_state.items() if 0 in found and found[0].is_whole}
+    with_state = whole or with_state
     common = set.intersection(*(set(offers) for offers in with_state.values() or [{}]))
     forms = {each.form for each in members if each.form}
     if not common or len(forms) > 1:

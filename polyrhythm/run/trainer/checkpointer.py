@@ -144,8 +144,7 @@ class TrainerCheckpointer:
 
     def is_best(self, improvement: Improvement, value: float) -> bool:
         """On the leader: whether a value is the best of its metric among checkpoints on disk."""
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.wait_for_disk()
         found = best(candidates(self.folder, should_warn=False), improvement.metric)
         return improvement.is_better(value, None if found is None else found[1])
 
@@ -196,6 +195,11 @@ class TrainerCheckpointer:
         _logger.warning("%s: earlier checkpoints are now in %s", self.folder.parent, moved.name)
         self.folder.rename(moved)
 
+    def wait_for_disk(self) -> None:
+        """Wait until no save is in progress."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+
     def wait(self) -> bool:
         """Wait until the save in progress is on disk; return whether it is, as far as known."""
         outcome = None if self.checkpoints is None else self.checkpoints.wait()
@@ -225,7 +229,7 @@ class TrainerCheckpointer:
             if path is None:
                 found = _latest_or_raise(self.checkpoints)
             elif path == Path(BEST):
-                self.checkpoints.wait()  # the best may be about to appear
+                self.wait_for_disk()  # the best may be about to appear
                 found = self.checkpoints.verify_files(find_best(self.folder))
             else:
                 found = self.checkpoints.verify_files(path)

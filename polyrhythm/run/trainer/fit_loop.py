@@ -208,12 +208,13 @@ class FitContext:
     checkpointer: TrainerCheckpointer | None  # None without a run folder
     preemption: PreemptionHandler
     machines: Sequence[str]  # by rank; needed under sync="auto"
-    metric_store: JobStore  # of the thread that publishes metrics in groups
+    metric_store: JobStore  # of the thread that publishes metrics in groups, or gathers by it
     site: str | None  # of the workers that communicate over NCCL
     note: str = ""  # shown before the first step
     elastic: ElasticJob | None = None  # if the job goes on after a loss
     evaluation_numbers: Iterator[int] = field(default_factory=lambda: count(1))
-    metric_gathers: dict[tuple[int, ...], MetricGather] = field(default_factory=dict)  # by ranks
+    # By ranks, and whether they go around broken links.
+    metric_gathers: dict[tuple[tuple[int, ...], bool], MetricGather] = field(default_factory=dict)
     # Of the replicas of this stage, by pipelines: after a loss, those that are left.
     groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -249,19 +250,26 @@ class FitContext:
         """Whether each shard of the optimizer's state has a copy, for when its owner is lost."""
         return self.elastic is not None and self.config.sync.buddy
 
-    def metric_gather(self, *, in_lockstep: bool) -> MetricGather | None:
+    def metric_gather(self, *, in_lockstep: bool, has_detours: bool) -> MetricGather | None:
         """Return the gather of the workers in lockstep, in groups of the stages of this pipeline.
 
-        None if this worker is the only one; made by all of them together.
+        None if this worker is the only one; made by all of them together. `has_detours`: training
+        goes around broken links between pipelines.
         """
         num_stages, pipeline = self.pipeline.num_stages, self.worker.pipeline
         own = tuple(range(pipeline * num_stages, (pipeline + 1) * num_stages))
         ranks = self.members.ranks if in_lockstep else own
         if len(ranks) == 1:
             return None
-        if ranks not in self.metric_gathers:
-            self.metric_gathers[ranks] = MetricGather(ranks, timeout=self.config.timeout)
-        return self.metric_gathers[ranks]
+        key = ranks, in_lockstep and has_detours
+        if key not in self.metric_gathers:
+            self.metric_gathers[key] = MetricGather(
+                ranks,
+                timeout=self.config.timeout,
+                store=self.metric_store if in_lockstep and has_detours else None,
+                name=f"gather {len(self.metric_gathers)}",
+            )
+        return self.metric_gathers[key]
 
     def batch_dispatcher(self, num_samples: int) -> BatchDispatcher:
         """Return the dispatcher of the next evaluation; all workers make it."""
@@ -460,6 +468,7 @@ class FitLoop:
                     name = self._train(SyncMode.named(name))
             self._saved.finish()
             if self.context.elastic is not None:
+                self._wait_for_last_save()
                 self.context.elastic.end_fit()
             self.context.pipeline.finish_log()
         finally:
@@ -475,6 +484,13 @@ class FitLoop:
                     sink.flush()
         if self.problem:
             self._raise_not_finite()
+
+    def _wait_for_last_save(self) -> None:
+        """Wait until the last checkpoint is on disk: after a loss meanwhile it is saved again."""
+        context, checkpointer = self.context, self.context.checkpointer
+        if checkpointer is not None:
+            name = f"the last checkpoint of {self._name}"
+            context.store.run_on_leader(name, checkpointer.wait_for_disk, context.members)
 
     def request_stop(self, why: str, group_metrics: GroupMetrics | None = None) -> None:
         """End training early; `why` is empty, or says what was not finite.
@@ -618,13 +634,13 @@ class FitLoop:
             else:
                 self._close_strategy(strategy)
         except BaseException:
+            if isinstance(strategy, DecoupledStrategy):
+                self.progress.optimizer = strategy.optimizer  # with this replica's shards
             try:
                 if phase is not None:
                     phase.abort()
             finally:
                 strategy.abort()
-            if isinstance(strategy, DecoupledStrategy):
-                self.progress.optimizer = strategy.optimizer  # with this replica's shards
             raise
         if not phase.in_lockstep and next_mode not in (None, mode.name):
             broadcast_optimizer_state(progress, self.context)
@@ -644,7 +660,8 @@ class FitLoop:
         self._agree_after_loss(phase)
         while True:
             self._run_window(phase, window)
-            if phase.is_over:
+            if phase.is_over or self.why_epoch_ends:  # perhaps after the last step of a window
+                phase.finish_metrics()
                 phase.strategy.average_all()
                 phase.gather_dataset_states()
                 if self.why_epoch_ends and not self.context.preemption.is_stop_requested:
@@ -1009,7 +1026,10 @@ class Phase:
             strategy.scaler.sum_of_weights = sum_of_weights(
                 mode, context.global_batch, context.num_pipelines
             )
-        gather = context.metric_gather(in_lockstep=self.in_lockstep)
+        # With two pipelines there is no third one to go through.
+        has_detours = strategy.sync is not None and context.num_pipelines > 2
+        has_detours = has_detours and context.elastic is not None and mode.has_coordinator
+        gather = context.metric_gather(in_lockstep=self.in_lockstep, has_detours=has_detours)
         is_late = gather is not None or context.pipeline.device.type == "cuda"
         may_wait = fit.may_gather_together and self.in_lockstep and on_nan != "stop"
         self._metrics = StepMetrics(
@@ -1029,9 +1049,7 @@ class Phase:
         self._has_cut_step = False  # if it fails now, a step is to be repeated
         self._buffers: BufferCopies | None = None
         if context.elastic is not None:
-            # With two of them there is no third one to go through.
-            has_detours = strategy.sync is not None and context.num_pipelines > 2
-            context.elastic.routes_around = has_detours and mode.has_coordinator
+            context.elastic.routes_around = has_detours
         if context.elastic is not None and self.in_lockstep:
             strategy.commit = self._commit
             self._buffers = BufferCopies(context.pipeline.module)
@@ -1112,7 +1130,7 @@ class Phase:
 
     def _step(self) -> bool:
         """Run one step; return False, and run none, if the phase is over."""
-        self._has_cut_step = True
+        self._has_cut_step, self._number = True, self._progress.step
         if self._buffers is not None:
             self._buffers.save()
         start, losses, pipeline = time.perf_counter(), list[Tensor](), self._context.pipeline
@@ -1347,7 +1365,10 @@ class Phase:
                 self._metrics.abandon(self._unreported)
                 if self._has_cut_step and not self._is_committed:
                     self._buffers.restore()
-            problem = self._report_all()  # to callbacks, which may raise anything
+            try:
+                problem = self._report_all()  # to callbacks, which may raise anything
+            except PeerError:  # of one that reads weights, which are not complete any more
+                problem = ""
             if self._context.elastic is not None and problem:
                 self._fit.request_stop(problem)
         finally:

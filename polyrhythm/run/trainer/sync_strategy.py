@@ -162,16 +162,16 @@ class NoSync:
         Stages learn of it from the norm of all gradients, which clipping needs, too.
         """
         scaler.unscale_(self.optimizer)
-        self.clip()
-        if self._pipeline.num_stages > 1:
-            squares = torch.tensor(float(self.grad_squares), dtype=torch.float64)
-            if self._clip is None:
-                squares = self._pipeline.norm_over_stages(squares.sqrt(), 2.0)
-            if not squares.isfinite():
-                scaler.skip(self.optimizer)
         try:
+            self.clip()
+            if self._pipeline.num_stages > 1:
+                squares = torch.tensor(float(self.grad_squares), dtype=torch.float64)
+                if self._clip is None:
+                    squares = self._pipeline.norm_over_stages(squares.sqrt(), 2.0)
+                if not squares.isfinite():
+                    scaler.skip(self.optimizer)
             self._commit()
-        except PeerError:
+        except PeerError:  # the step is repeated by those that are left
             scaler.forget()
             raise
         try:

@@ -247,6 +247,7 @@ class Trainer:
         self._has_state = True  # of its stage, after the last step of all; not that of a spare
         self._num_fits = self._num_begins = 0
         self._num_saves = 0  # after a failure
+        self._waits = ""  # shown once, at the start of a job that goes on after losses
         self._failure: str | None = None  # of the last fit
         self._loggers = list[Logger]()  # of all fits, on the leader
         order = make_order(dataset, seed=config.data.seed, shuffle=config.data.shuffle)
@@ -377,6 +378,7 @@ class Trainer:
                 self._recover(fit_loop, why)
                 earlier, fit_loop = fit_loop, make_loop()
                 fit_loop.continue_from(earlier)
+                del earlier  # it holds what the epoch before had in memory
                 self._stop_if_asked(fit_loop)
             # Without the pipelines that were lost.
             self._context = replace(fit_loop.context, note="")
@@ -487,9 +489,7 @@ class Trainer:
         self._preemption.close()
         self._samples.close()
         self._close_metrics()
-        if self._progress.paused is not None:
-            self._progress.paused.close()
-        self.pipeline.close()
+        self._close_connections()
         is_saved = self._checkpointer is None or self._checkpointer.wait()
         if self._checkpointer is not None:
             self._checkpointer.close()
@@ -506,6 +506,23 @@ class Trainer:
                     expected="all stages of the first pipeline alive until it is on disk",
                     fix="start the job again: restore() continues from the checkpoint before",
                 )
+
+    def _close_connections(self) -> None:
+        """Close the pipeline and the optimizer; a loss after the last fit is none of its failures.
+
+        Nobody needs the others then.
+        """
+        paused = self._progress.paused
+        try:
+            if paused is not None:
+                paused.close()
+            self.pipeline.close()
+        except PeerError as error:
+            if self._elastic is None or self._failure is not None:
+                raise
+            if paused is not None:
+                paused.abort()
+            self.pipeline.__exit__(PeerError, error, None)
 
     def __enter__(self) -> Self:
         return self
@@ -581,6 +598,7 @@ class Trainer:
             grace_period=config.checkpoint.grace_period,
             depart=depart,
         )
+        notes = self._backends and f"backend: {self._backends}", self._waits
         return FitContext(
             config=config,
             worker=self.worker,
@@ -597,7 +615,7 @@ class Trainer:
             metric_store=membership.job_store("metrics"),
             machines=self._gather_machines(store),
             site=self._site,
-            note=self._backends and f"backend: {self._backends}",
+            note="\n".join(filter(None, notes)),
             elastic=self._elastic,
         )
 
@@ -783,25 +801,28 @@ class Trainer:
 
     def _make_elastic(self, processes: JobProcesses) -> ElasticJob | None:
         """Return this process's part in the epochs of the job, if it can go on after a loss."""
-        ctx = processes.ctx
-        if not (ctx.keeps_survivors and self.plan.num_pipelines > 1):
+        ctx, plan = processes.ctx, self.plan
+        if not (ctx.keeps_survivors and plan.num_workers > 1):
             return None
+        has_one_pipeline = plan.num_pipelines == 1
         if processes.are_joined or ElasticJob.num_made:
             what = "in a process group of the script" if processes.are_joined else "the second one"
-            _logger.warning("this Trainer, %s, does not go on after the loss of a worker", what)
+            if not has_one_pipeline:
+                _logger.warning("this Trainer, %s, does not go on after the loss of a worker", what)
             return None
-        ranks = assign_ranks(self.plan, processes.device_names())
+        ranks = assign_ranks(plan, processes.device_names())
         machines = {ranks[i]: host.machine for i, host in enumerate(processes.hosts())}
         sync = self._config.sync
         buddy = sync.buddy if sync.first_mode.decoupled else None
-        fatal = machines_without_reserve(self.plan, machines, buddy=buddy)
-        if fatal and len({*machines.values()}) > 1 and processes.ctx.rank == 0:
-            _logger.warning("training cannot go on without %s", " or ".join(fatal))
-        coordinator = processes.ctx.coordinator  # None under torchrun: it is started with defaults
+        fatal = machines_without_reserve(plan, machines, buddy=buddy)
+        if fatal and len({*machines.values()}) > 1 and ctx.rank == 0:
+            why = ": the plan has one pipeline" if has_one_pipeline else ""
+            _logger.warning("training cannot go on without %s%s", " or ".join(fatal), why)
+        if has_one_pipeline:
+            return None
+        coordinator = ctx.coordinator  # None under torchrun: it is started with defaults
         timeouts = LossTimeouts() if coordinator is None else coordinator.timeouts
-        order = timeouts.order(self._config.timeout)
-        if processes.ctx.rank == 0:
-            _logger.info("waits: %s", order)
+        self._waits = f"goes on after losses: {timeouts.order(self._config.timeout)}"
         ctx = processes.with_coordinator()
         return ElasticJob(ctx, self.plan, ranks, timeout=self._config.timeout)
 
@@ -836,7 +857,7 @@ class Trainer:
         elastic = self._elastic
         assert elastic is not None, "otherwise the error was raised"
         fit_loop.end_epoch()
-        changes = None
+        changes, self._waits = None, ""
         while changes is None:
             _logger.warning("%s: %s", self.worker, why)
             elastic.end_epoch(why)
