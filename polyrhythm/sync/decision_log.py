@@ -27,7 +27,7 @@ from polyrhythm.sync.protocol import Command, Event
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Bytes, Seconds
 
-SCHEMA = 3  # 1 had other names of messages and limits, 2 had weights in Assign
+SCHEMA = 4  # 1 had other names of messages and limits, 2 weights in Assign, 3 no is_late in Abort
 LOG_NAME, _LATER = "scheduler.jsonl", "scheduler-{}.jsonl"
 MAX_BYTES: Bytes = 64 << 20  # of the file, and of all later ones together
 MAX_QUEUED = 50_000  # decisions that the disk may be behind

@@ -21,7 +21,7 @@ group that misses a vote copies a checkpoint.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
@@ -424,6 +424,6 @@ class JobEpochs:
     def _departing(self) -> list[Member]:
         return sorted(m for m, record in self.present.items() if record.is_departing)
 
-    def _why_departing(self, departing: Iterable[Member]) -> str:
+    def _why_departing(self, departing: Sequence[Member]) -> str:
         names = ", ".join(f"process {m} on {self.present[m].node}" for m in departing)
-        return f"{names} leaves" if names else ""
+        return f"{names} leave{'s' * (len(departing) == 1)}" if names else ""

@@ -162,6 +162,7 @@ class Abort(_Message, frozen=True):
     gid: int
     members: tuple[Worker, ...]  # all assigned members, including lost ones
     reason: str
+    is_late: bool = False  # it took longer than its timeout
 
 
 class Skip(_Message, frozen=True):

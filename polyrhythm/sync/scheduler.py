@@ -704,7 +704,9 @@ class Scheduler:
     def _abort(self, group_round: GroupRound, reason: str) -> None:
         if group_round.is_open:
             self.counters["aborted"] += 1
-            self._send_end(group_round, Abort(group_round.gid, group_round.group.members, reason))
+            is_late = not group_round.unready and group_round.deadline <= self._now
+            members = group_round.group.members
+            self._send_end(group_round, Abort(group_round.gid, members, reason, is_late))
             for member in group_round.members:
                 if member.worker in group_round.pending:
                     member.aborted_gid = group_round.gid

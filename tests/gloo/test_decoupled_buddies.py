@@ -643,4 +643,7 @@ def test_a_member_with_the_whole_state_is_enough(epoch: int) -> None:
     whole = _Introduction(True, "form", [4], {0: _Offer(is_whole=True)})
     shard = _Introduction(False, "form", [4], {epoch: _Offer(num_steps=7, num_replicas=3)})
     assert _choose_epoch([whole, shard]) == (0, {0: _Offer(is_whole=True)})
+    later = _Introduction(True, "form", [4], {1: _Offer(num_steps=8), 0: _Offer(is_whole=True)})
+    other = _Introduction(True, "form", [4], {1: _Offer(num_steps=8)})
+    assert _choose_epoch([later, other]) == (1, dict.fromkeys((0, 1), _Offer(num_steps=8)))
     assert _choose_epoch([shard, shard]) == (epoch, dict.fromkeys((0, 1), shard.offers[epoch]))

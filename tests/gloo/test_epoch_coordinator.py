@@ -377,7 +377,7 @@ def fail_with(status_by_rank: dict[int, Callable[[], None]]) -> Callable[[DistCo
             time.sleep(0.05 * ctx.rank)
             status_by_rank[ctx.rank]()
         else:
-            time.sleep(0.5)
+            time.sleep(1.5)
 
     return work
 

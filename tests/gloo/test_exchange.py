@@ -331,15 +331,13 @@ def begin_round(
     members: list[Peer],
     flat: torch.Tensor,
     number: int,
-    *,
-    usual: float = 0.0,
 ) -> None:
     """Begin a round of `all_reduce_mean` that can be cancelled."""
     shards = shard_slices(flat.numel(), len(members), flat.element_size())
     others = [member for member in members if member != connections.me]
     shape = RoundShape(members, shards, flat.element_size(), number, gathers=True)
     connections.connect(others, str(number), timeout=20.0)
-    connections.begin(shape, others, usual=usual)
+    connections.begin(shape, others)
 
 
 @pytest.mark.parametrize("size", [10, 50_000, pytest.param(2**23, marks=pytest.mark.long)])
@@ -383,7 +381,7 @@ def test_a_peer_that_does_not_answer_is_named_and_the_others_stay_connected(
         if ctx.rank == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         begin_round(connections, members, flat, 2)
-        threading.Timer(0.2, connections.cancel).start()
+        threading.Timer(0.2, partial(connections.cancel, is_late=True)).start()
         threading.Timer(0.5, connections.end_wait, [2]).start()
         with pytest.raises(PeerError):
             all_reduce_mean(connections, members, [1 / 3] * 3, flat, number=2, timeout=60.0)
@@ -397,9 +395,9 @@ def test_a_peer_that_does_not_answer_is_named_and_the_others_stay_connected(
     assert found == {rank: (["s0p2"], [0.5]) for rank in (0, 1)}
 
 
-@pytest.mark.parametrize("usual", [0.0, 60.0])
+@pytest.mark.parametrize("is_late", [True, False])
 def test_a_link_that_is_slow_when_a_round_is_aborted_early_is_not_broken(
-    usual: float, tmp_path: Path
+    is_late: bool, tmp_path: Path
 ) -> None:
     """The pair connects again: messages in transfer cannot be withdrawn."""
     members = [peer(rank) for rank in range(2)]
@@ -408,9 +406,9 @@ def test_a_link_that_is_slow_when_a_round_is_aborted_early_is_not_broken(
         connections, flat = connections_of(ctx), torch.full((50_000,), float(ctx.rank))
         exchange_mean(connections, (0, 1), flat, 1)
         dist.barrier()
-        begin_round(connections, members, flat, 2, usual=usual)
+        begin_round(connections, members, flat, 2)
         if ctx.rank == 0:  # the other one does not answer yet, as if its messages were large
-            threading.Timer(0.2, connections.cancel).start()
+            threading.Timer(0.2, partial(connections.cancel, is_late=is_late)).start()
             threading.Timer(0.5, connections.end_wait, [2]).start()
             with pytest.raises(PeerError):
                 all_reduce_mean(connections, members, [0.5] * 2, flat, number=2, timeout=60.0)
@@ -424,7 +422,7 @@ def test_a_link_that_is_slow_when_a_round_is_aborted_early_is_not_broken(
 
     (named, num_left, mean), (_, _, other) = run_stages(2, work, tmp_path)
     assert (num_left, mean, other) == (0, [0.5], [0.5])
-    assert named == ([["s0p1"], []] if usual == 0.0 else [[], ["s0p1"]])
+    assert named == ([["s0p1"], []] if is_late else [[], ["s0p1"]])
 
 
 def test_a_peer_that_dies_while_gradients_are_streamed_is_lost_alone(tmp_path: Path) -> None:

@@ -153,7 +153,10 @@ def test_worker_error_is_that_of_a_survivor_of_earlier_losses(tmp_path: Path) ->
             job.wait(20)
     assert caught.value.status == BAD_INPUT
     text = "nobody is left: 2\n  expected: a worker\n  fix: restore()"
-    assert str(caught.value).startswith(f"worker of rank 2 refused: {text}")
+    shown = (
+        f"worker of rank 2 cannot go on: {text}\n  after the last loss: worker of rank 0 was ended"
+    )
+    assert str(caught.value).startswith(shown)
     assert caught.value.output is not None
     assert text in Path(caught.value.output).read_text()
 

@@ -213,7 +213,7 @@ def test_process_exits_after_grace_period(tmp_path: Path) -> None:
 def test_grace_period_holds_when_store_does_not_answer(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> None:
         def callback(end: Any) -> None:
-            (tmp_path / f"pid{ctx.rank}").write_text(str(os.getpid()))
+            (tmp_path / f"trains{ctx.rank}").touch()
             time.sleep(STEP_SLEEP)
 
         with trainer(plan_of(1, 2), checkpoint=CheckpointConfig(grace_period=1.0)) as made:
@@ -221,10 +221,10 @@ def test_grace_period_holds_when_store_does_not_answer(tmp_path: Path) -> None:
 
     with LocalJob(work, 2, output_folder=tmp_path / "logs") as job:
         deadline = time.monotonic() + 30
-        while not all((tmp_path / f"pid{rank}").exists() for rank in range(2)):
+        while not all((tmp_path / f"trains{rank}").exists() for rank in range(2)):
             assert time.monotonic() < deadline, "it does not start"
             time.sleep(0.05)
-        first, second = (int((tmp_path / f"pid{rank}").read_text()) for rank in range(2))
+        first, second = (worker.pid for worker in job._workers)
         os.kill(first, signal.SIGSTOP)
         os.kill(second, signal.SIGTERM)
         assert job._workers[1].wait(10) == TERMINATED  # far below the timeout of 30 s

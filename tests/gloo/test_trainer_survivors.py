@@ -414,29 +414,29 @@ def test_all_processes_that_are_asked_to_leave_save_and_exit(tmp_path: Path) -> 
     assert len([e for e in membership(tmp_path) if e["event"] == "Begin"]) == 1
 
 
-def stopped_job(folder: Path, shape: tuple[int, int], fault: Fault, stop_after: float) -> Path:
-    """Run a job until all its processes are asked to leave; return its checkpoints."""
-    plan, run = plan_of(*shape), folder / "run"
+def test_a_job_with_a_spare_saves_when_all_are_asked_to_leave(tmp_path: Path) -> None:
+    plan, run, logs = plan_of(2, 2), tmp_path / "run", tmp_path / "logs"
+    killed = after_step(2, 1)
 
     def work(ctx: DistContext) -> None:
-        callback = fault(ctx) or slow_steps(ctx)
+        callback = killed(ctx) or slow_steps(ctx)
         with trainer(plan, sync="all_reduce", run_dir=run) as made:
             made.fit(max_steps=1000, callbacks=[callback], progress=False)
         sys.exit("it was not stopped")
 
-    logs = folder / "logs"
+    def trains_after_loss() -> bool:
+        assert not job.wait(0.0)
+        return len([event for event in membership(tmp_path) if event["event"] == "Begin"]) == 2
+
     with LocalJob(work, plan.num_workers, output_folder=logs, keeps_survivors=True) as job:
+        wait_until(lambda: (logs / "membership.jsonl").exists(), "it starts")
+        wait_until(trains_after_loss, "a worker is lost")
         with pytest.raises(WorkerError) as stopped:
-            if not job.wait(stop_after):
+            if not job.wait(1.5):
                 job.request_stop()
             job.wait(_TIMEOUT)
         assert stopped.value.status == TERMINATED
-    return run / "checkpoints"
-
-
-def test_a_job_with_a_spare_saves_when_all_are_asked_to_leave(tmp_path: Path) -> None:
-    fault = after_step(2, 1)
-    assert len(list(stopped_job(tmp_path, (2, 2), fault, 4.0).iterdir())) == 1
+    assert len(list((run / "checkpoints").iterdir())) == 1
 
 
 @pytest.mark.long

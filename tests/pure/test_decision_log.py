@@ -109,7 +109,7 @@ def test_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
         (b'{"schema":9,"polyrhythm":"9.9","setup":{}}\n', "schema 9, by polyrhythm 9.9"),
         (b'{"schema":1,"polyrhythm":"0.1","setup":{}}\n', "schema 1, by polyrhythm 0.1"),
         (b'{"schema":2,"polyrhythm":"0.2","setup":{}}\n', "schema 2, by polyrhythm 0.2"),
-        (b'{"schema":3,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
+        (b'{"schema":4,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
         (b"nonsense\n", "malformed"),
     ],
 )

@@ -345,7 +345,7 @@ def test_epoch_without_commits_ends_soon_for_all_that_leave() -> None:
     assert job.step(Depart(2, 0, "SIGTERM", without_commit=True, now=5.5)) == []
     assert job.next_timer() == 6.0
     (end,) = job.step(Tick(6.0))
-    assert end == End(1, "process 1 on n1, process 2 on n2 leaves")
+    assert end == End(1, "process 1 on n1, process 2 on n2 leave")
     for member in (0, 1):
         assert job.step(Await(member, 0, 1)) == []
     (begin,) = job.step(Await(2, 0, 1))

@@ -119,7 +119,7 @@ def test_folder_of_runs_suggests_the_newest_with_a_scheduler(
         (b'{"schema":9,"polyrhythm":"9.9","setup":{}}\n', "schema 9, by polyrhythm 9.9"),
         (b'{"schema":1,"polyrhythm":"0.1","setup":{}}\n', "schema 1, by polyrhythm 0.1"),
         (b'{"schema":2,"polyrhythm":"0.2","setup":{}}\n', "schema 2, by polyrhythm 0.2"),
-        (b'{"schema":3,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
+        (b'{"schema":4,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
     ],
 )
 def test_invalid_logs_and_other_versions_are_refused(

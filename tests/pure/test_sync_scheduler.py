@@ -62,11 +62,11 @@ def test_timed_out_group_is_aborted_and_names_missing_members() -> None:
     scheduler.step(Done(A, 1, True, now=2.0))
     assert scheduler.step(Timer(10.9)) == []
     abort, assign = scheduler.step(Timer(11.0))
-    assert abort == Abort(1, (A, B), "s0p1 not done within 10 s")
+    assert abort == Abort(1, (A, B), "s0p1 not done within 10 s", is_late=True)
     assert assign.gid == 2
     # Due timers come before the event.
     commands = scheduler.step(Done(B, 2, True, now=100.0))
-    assert commands[0] == Abort(2, (A, B), "s0p0 s0p1 not done within 89 s")
+    assert commands[0] == Abort(2, (A, B), "s0p0 s0p1 not done within 89 s", is_late=True)
     assert [type(command) for command in commands] == [Abort, Skip, Skip]
     assert scheduler.counters["late"] == 1
     assert ready(scheduler, B, now=101.0) == [commands[2]]

@@ -27,8 +27,7 @@ own nothing: they exchange messages with the owners alone, so no message needs t
 A round that is aborted leaves the connections as they are. Messages in flight cannot be withdrawn,
 so each member posts the rest of its messages, empty, and receives for all that the others may have
 sent (`PeerConnections.cancel`); then nobody waits. What does not arrive soon shows a broken link if
-it has had the time that a round takes; else it may be a large message in transfer, and the pair
-connects again.
+the round was late; else it may be a large message in transfer, and the pair connects again.
 
 Other work may run between reduce-scatter and all-gather. Then the buffer is split into buckets, and
 each member owns a shard of each: the first bucket uses all links and arrives first.
@@ -162,7 +161,7 @@ class _PeerConnection:
     unreceived: dict[int, Bytes] = field(default_factory=dict)
     is_closed: bool = False  # by this worker
     has_failed: bool = False
-    is_slow: bool = False  # it has failed by a timeout before it had the time of a round
+    is_slow: bool = False  # it has failed by a timeout, in a round that was cancelled early
 
     def send(self, tensor: Tensor, tag: int, message: Message) -> None:
         """Post a message; of a `meta` tensor empty ones, which fit in any receive."""
@@ -194,14 +193,14 @@ class _PeerConnection:
             self.has_failed = True  # the peer has closed it
         self.unsent, self.unreceived = {}, {}
 
-    def drain(self, deadline: Seconds, *, had_time: bool) -> bool:
+    def drain(self, deadline: Seconds, *, is_late: bool) -> bool:
         """Wait until all messages of the round have arrived; return whether they have."""
         try:
             for message in (*self.received, *self.posted):
                 message.wait(timedelta(seconds=max(deadline - time.monotonic(), _MIN_TIMEOUT)))
         except RuntimeError:
             if not self.has_failed:
-                self.is_slow = not had_time and time.monotonic() >= deadline
+                self.is_slow = not is_late and time.monotonic() >= deadline
             self.has_failed = True
         self.sizes.clear()  # the peer may not have compared the last one
         return not self.has_failed
@@ -230,7 +229,7 @@ class PeerConnections:
         self._lock = threading.Lock()  # of the messages of a round
         self._in_round: list[Peer] = []  # the others in the round, if it can be cancelled
         self._is_cancelled, self._number = False, -1
-        self._began, self._usual = 0.0, 0.0  # when the round began, and how long one takes
+        self._is_late = False  # the round was cancelled after its timeout
         self._waited_for: Peer | None = None  # by the thread that uses this object
 
     def connect(
@@ -262,13 +261,10 @@ class PeerConnections:
                 num_sockets = len(group.options._devices)  # type: ignore[attr-defined]  # no stub
                 self._by_peer[peer] = _PeerConnection(group, num_sockets)
 
-    def begin(self, shape: RoundShape, others: Iterable[Peer], *, usual: Seconds = 0.0) -> None:
-        """Begin a round that `cancel` can end, with all peers that are connected.
-
-        A connection that is slow counts as failed once the round has taken longer than `usual`.
-        """
+    def begin(self, shape: RoundShape, others: Iterable[Peer]) -> None:
+        """Begin a round that `cancel` can end, with all peers that are connected."""
         with self._lock:
-            self._began, self._usual = time.monotonic(), usual
+            self._is_late = False
             self._in_round = [peer for peer in others if peer in self._by_peer]
             self._is_cancelled, self._number = False, shape.number
             for peer in self._in_round:
@@ -279,13 +275,15 @@ class PeerConnections:
                     size_tag = tag(MessageKind.SIZE, shape.number)
                     connection.unsent[size_tag] = connection.unreceived[size_tag] = _SIZE_BYTES
 
-    def cancel(self) -> None:
+    def cancel(self, *, is_late: bool = False) -> None:
         """Cancel the round on both sides of each connection, which can be used again after `drain`.
 
         All members of the group do this. Each posts all that it has not posted yet, so that nobody
-        waits for a member that has also cancelled the round; what arrives then is no average.
+        waits for a member that has also cancelled the round; what arrives then is no average. If it
+        `is_late`, healthy connections have passed their messages: what is missing then was lost.
         """
         with self._lock:
+            self._is_late |= is_late
             if self._in_round and not self._is_cancelled:
                 self._is_cancelled = True
                 for peer in self._in_round:
@@ -297,7 +295,7 @@ class PeerConnections:
         connection = None if peer is None else self._by_peer.get(peer)
         if number == self._number and self._is_cancelled and connection is not None:
             if not connection.has_failed:
-                connection.is_slow = not self._had_time
+                connection.is_slow = not self._is_late
             abort(connection.group)
 
     def drain(self) -> None:
@@ -306,19 +304,17 @@ class PeerConnections:
         deadline = time.monotonic() + DRAIN_TIMEOUT
         for peer in self._in_round:
             connection = self._by_peer[peer]
-            if connection.drain(deadline, had_time=self._had_time):
+            if connection.drain(deadline, is_late=self._is_late):
                 connection.end_round()
             else:
                 if not connection.is_closed:
                     (self._slow if connection.is_slow else self._lost).add(peer.worker)
                 abort(connection.group)
-                del self._by_peer[peer]
-        self._in_round, self._is_cancelled = [], False
-
-    @property
-    def _had_time(self) -> bool:
-        """Whether the round has taken so long that healthy connections would be done with it."""
-        return time.monotonic() - self._began >= self._usual
+        with self._lock:
+            for peer in self._in_round:
+                if self._by_peer[peer].has_failed:
+                    del self._by_peer[peer]
+            self._in_round, self._is_cancelled = [], False
 
     def pop_lost(self) -> tuple[Worker, ...]:
         """Return the workers whose connections have failed, not by `abort`, since the last call."""
@@ -337,11 +333,12 @@ class PeerConnections:
 
     def lose(self, workers: Collection[Worker]) -> None:
         """Let the connections of the current round with these workers fail: they answer no more."""
-        for peer in list(self._in_round):
-            connection = self._by_peer.get(peer)
-            if connection is not None and peer.worker in workers:
+        with self._lock:
+            lost = [self._by_peer[peer] for peer in self._in_round if peer.worker in workers]
+            for connection in lost:
                 connection.has_failed = True
-                abort(connection.group)
+        for connection in lost:
+            abort(connection.group)
 
     def wait(self, peer: Peer, message: Message, deadline: Seconds) -> None:
         """Wait for a message of a peer; raises PeerError."""
@@ -419,8 +416,10 @@ class PeerConnections:
         """Free the posted tensors; call once the receivers are known to have them."""
         with self._lock:
             self._in_round = []
-            for connection in self._by_peer.values():
+            for peer, connection in list(self._by_peer.items()):
                 connection.end_round()
+                if connection.has_failed:  # since its last message
+                    del self._by_peer[peer]
 
     def flush(self, timeout: Seconds) -> None:
         """Wait until all posted tensors are sent; for use without acknowledgements."""

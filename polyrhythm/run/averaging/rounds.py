@@ -244,7 +244,7 @@ class Averager:
                 self._wake()
             # Cancel before queueing the command: no later group uses these connections yet.
             if running is not None and running[0] == command.gid:
-                self._connections.cancel()
+                self._connections.cancel(is_late=command.is_late)
                 end_wait = self._connections.end_wait
                 timer = threading.Timer(DRAIN_TIMEOUT, end_wait, [command.gid])
                 timer.daemon = True
@@ -415,8 +415,7 @@ class Averager:
                 )
             finally:
                 shape = self._shape(assign, members, published, filling)
-                # The scheduler's timeout is ten times what a round usually takes.
-                self._connections.begin(shape, others, usual=assign.timeout / 2)
+                self._connections.begin(shape, others)
             if should_stop():  # set before the round began
                 return None
             duration: Seconds | None = None

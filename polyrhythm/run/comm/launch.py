@@ -252,8 +252,9 @@ def _address_for_others() -> str:
 
 _open_stores: list[Store] = []  # the store of this process's local job, after its rendezvous
 _CAUSE_TIMEOUT: Seconds = 5.0  # until the worker that others have lost exits: slow with a GPU
-_ERROR_DELAY: Seconds = 2.0  # until it is known that others go on without a failed worker
 _LEAVING = {TERMINATED, INTERRUPTED}  # exit statuses after a request to stop
+# By exit status: until it is known that others go on without a worker.
+_LINE_DELAYS: dict[int, Seconds] = {FAILED_ALONE: 2.0, TERMINATED: 0.5, INTERRUPTED: 0.5}
 _STOPPED_STATUSES = {*_LEAVING, PEER_LOST}
 _contexts: list[DistContext] = []  # the context that this process's launcher gave it
 
@@ -312,7 +313,7 @@ class LocalJob:
         self._coordinator: JobCoordinator | None = None
         self._lost: list[int] = []  # ranks, in the order in which their ends were noticed
         self._failures: list[int] = []  # ranks of the other failures, in the same order
-        self._lines: list[tuple[Seconds, str]] = []  # on losses, and when to show them
+        self._lines: list[tuple[Seconds, int, str]] = []  # on lost ranks, and when to show them
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -366,12 +367,16 @@ class LocalJob:
         Workers that are lost need not have: see `keeps_survivors`.
         """
         deadline = time.monotonic() + timeout
-        while any(worker.status is None for worker in self._workers):
+        try:
+            while any(worker.status is None for worker in self._workers):
+                self._raise_failure()
+                if (remaining := deadline - time.monotonic()) <= 0:
+                    break
+                wait_for_any(self._workers, self._until_next_line(remaining))
             self._raise_failure()
-            if (remaining := deadline - time.monotonic()) <= 0:
-                break
-            wait_for_any(self._workers, self._until_next_line(remaining))
-        self._raise_failure()
+        except WorkerError as error:
+            self._print_lines([each for each in self._lines if each[1] != error.rank])
+            raise
         self._until_next_line(0.0)
         ended = [worker for rank, worker in enumerate(self._workers) if rank not in self._lost]
         return all(worker.status == 0 for worker in ended)
@@ -427,19 +432,24 @@ class LocalJob:
         if any(other.status is None for other in self._workers):
             first, *rest = reason.splitlines()
             line = f"{self._name(rank)} {first}: the others go on{self._output_of_others(rank)}"
-            # An error is shown once: here, or at the end of a job that cannot go on without it.
-            delay = _ERROR_DELAY if worker.status == FAILED_ALONE else 0.0
-            self._lines.append((time.monotonic() + delay, "\n".join([line, *rest])))
+            # An error is shown once: here, or at the end of a job that cannot go on without it. Of
+            # a worker that leaves at the end of a job, or with all others, nothing is to be said.
+            delay = _LINE_DELAYS.get(worker.status or 0, 0.0)
+            self._lines.append((time.monotonic() + delay, rank, "\n".join([line, *rest])))
             self._until_next_line(0.0)
 
     def _until_next_line(self, remaining: Seconds) -> Seconds:
         """Print lines on losses that are due; return when to look again, at the latest."""
         now, is_over = time.monotonic(), all(worker.status is not None for worker in self._workers)
-        due = [line for at, line in self._lines if at <= now or is_over]
-        self._lines = [each for each in self._lines if each[1] not in due]
-        for line in due:
+        due = [each for each in self._lines if each[0] <= now or is_over]
+        self._lines = [each for each in self._lines if each not in due]
+        leaving = [each for each in due if self._workers[each[1]].status in _LEAVING]
+        self._print_lines([each for each in due if not (is_over and each in leaving)])
+        return min([remaining, *(at - now for at, *_ in self._lines)])
+
+    def _print_lines(self, lines: list[tuple[Seconds, int, str]]) -> None:
+        for _, _, line in lines:
             print(line, file=sys.stderr, flush=True)
-        return min([remaining, *(at - now for at, _ in self._lines)])
 
     def _output_of_others(self, lost: int) -> str:
         """Say where output still goes when no worker is left whose output is shown."""
@@ -499,11 +509,15 @@ class LocalJob:
         return self._error(rank, status)
 
     def _error(self, rank: int, status: int) -> WorkerError:
-        worker = self._workers[rank]
+        worker, reason = self._workers[rank], self._reason(rank)
+        if self._lost and rank not in self._lost and worker.status == BAD_INPUT:
+            last = self._lost[-1]
+            reason = f"cannot go on: {reason.removeprefix('refused: ')}\n  after the last loss: "
+            reason += f"{self._name(last)} {self._reason(last).splitlines()[0]}"
         return WorkerError(
             rank,
             self._name(rank),
-            self._reason(rank),
+            reason,
             status=status,
             output=str(worker.output) if _has_output(worker) else None,
             traceback=worker.failure.traceback,

@@ -416,7 +416,11 @@ def _choose_epoch(members: Sequence[_Introduction]) -> tuple[int, dict[int, _Off
     A member with all of the state is enough: others may not know that it has got their shards.
     """
     with_state = {rank: each.offers for rank, each in enumerate(members) if each.offers}
-    whole = {rank: found for rank, found in with_state.items() if 0 in found and found[0].is_whole}
+    whole = {
+        rank: found
+        for rank, found in with_state.items()
+        if found.keys() == {0} and found[0].is_whole  # not that of an epoch that it has left
+    }
     with_state = whole or with_state
     common = set.intersection(*(set(offers) for offers in with_state.values() or [{}]))
     forms = {each.form for each in members if each.form}

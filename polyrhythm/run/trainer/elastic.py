@@ -232,6 +232,11 @@ class ElasticJob:
             with self._lock:
                 self._end_samples = None
 
+    @property
+    def why_ended(self) -> str:
+        """Why the current epoch has ended, as the coordinator says; empty if it has not."""
+        return self._client.ended
+
     def check(self) -> None:
         """Raise PeerError if the epoch has ended."""
         if why := self._client.ended:

@@ -208,7 +208,8 @@ class FitContext:
     checkpointer: TrainerCheckpointer | None  # None without a run folder
     preemption: PreemptionHandler
     machines: Sequence[str]  # by rank; needed under sync="auto"
-    metric_store: JobStore  # of the thread that publishes metrics in groups, or gathers by it
+    metric_store: JobStore  # of the thread that publishes metrics in groups
+    open_gather_store: Callable[[], JobStore]  # for a MetricGather
     site: str | None  # of the workers that communicate over NCCL
     note: str = ""  # shown before the first step
     elastic: ElasticJob | None = None  # if the job goes on after a loss
@@ -266,7 +267,7 @@ class FitContext:
             self.metric_gathers[key] = MetricGather(
                 ranks,
                 timeout=self.config.timeout,
-                store=self.metric_store if in_lockstep and has_detours else None,
+                store=self.open_gather_store() if in_lockstep and has_detours else None,
                 name=f"gather {len(self.metric_gathers)}",
             )
         return self.metric_gathers[key]

@@ -270,12 +270,15 @@ class MetricGather:
     ) -> None:
         """Over gloo, or through `store` if not all workers may reach one another; `name` is unique.
 
-        The thread of this object alone uses the store.
+        Nothing else uses the store. `start` bounds the waits for the workers' steps.
         """
         self._timeout, self._store, self._name = timeout, store, name
         self._ranks, self._num_gathers, self._num_done = tuple(ranks), 0, 0
         self._group: dist.ProcessGroup | None = None
-        if store is None:
+        self._is_closed = False
+        if store is not None:
+            store.check = self._check_open
+        else:
             self._group = new_gloo_group(ranks, _WHAT, timeout=timeout)
             set_timeout(self._group, step_timeout(timeout, 0))  # `start` bounds each wait
         self._rank = self._ranks.index(dist.get_rank())
@@ -311,7 +314,13 @@ class MetricGather:
         return wait
 
     def close(self) -> None:
+        self._is_closed = True
         self._thread.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            cause = "closed on this worker"
+            raise PeerError("another worker", action=f"gathering {_WHAT}", waited=0.0, cause=cause)
 
     def _gather(self, steps: "Sequence[MeasuredStep]") -> list[list[Measured]]:
         own = [_row.pack(*_numbers(step.read())) for step in steps]

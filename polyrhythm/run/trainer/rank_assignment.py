@@ -274,12 +274,15 @@ class JobMembership:
         ranks = tuple(plan.rank(Worker(0, pipeline)) for pipeline in range(plan.num_pipelines))
         return Members(ranks, self.epoch)
 
-    def job_store(self, purpose: str) -> JobStore:
-        """Connect to the job's store, for one thread; errors name workers."""
+    def job_store(self, purpose: str, timeout: Seconds | None = None) -> JobStore:
+        """Connect to the job's store, for one thread; errors name workers.
+
+        `timeout`: of each wait; by default that of the job.
+        """
         return JobStore(
             job_store_backend(f"{self.name}/{purpose}", self.timeout),
             self.plan.rank(self.worker),
-            timeout=self.timeout,
+            timeout=timeout or self.timeout,
             name_of=lambda rank: str(self.plan.worker(rank)),
         )
 
@@ -315,14 +318,19 @@ def join_epoch(ctx: DistContext, plan: Plan, worker: Worker, timeout: Seconds) -
     """Become a worker of an epoch; `ctx` has its rank, the number of workers and a store."""
     stack, epoch = ExitStack(), current_epoch()
     assert ctx.store is not None, "the epoch has one"
-    store = JobStore(prefixed("workers", ctx.store), ctx.rank, timeout=timeout)
+    store = JobStore(
+        prefixed("workers", ctx.store),
+        ctx.rank,
+        timeout=timeout,
+        name_of=lambda rank: str(plan.worker(rank)),
+    )
     members = Members(tuple(range(ctx.world_size)))
     # Torch waits in the store for all of them, in a thread that may be left alone until a timeout.
-    store.barrier("to connect", members)
+    store.barrier("the start of connections", members)
     # A group that could not connect still counts, and the number is in the keys of the next one.
     dist.distributed_c10d._world.group_count = 0
     # Two workers may not reach each other any more: all reach the store.
-    leaving = partial(store.barrier, "to leave", members)
+    leaving = partial(store.barrier, "the end of connections", members)
     stack.enter_context(ctx.process_group(epoch.connect_timeout(timeout), barrier=leaving))
     group = _gloo_of_job()
     set_timeout(group, timeout)

@@ -42,7 +42,7 @@ from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
 from polyrhythm.run.checkpoint.manifest import CheckpointError
-from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT
+from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, step_timeout
 from polyrhythm.run.comm.store import JobStore, Members
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from polyrhythm.run.data.loader import SampleLoader
@@ -613,6 +613,10 @@ class Trainer:
             checkpointer=self._checkpointer,
             preemption=self._preemption,
             metric_store=membership.job_store("metrics"),
+            # The step that a gather follows, and the first ones, may take longer than `timeout`.
+            open_gather_store=partial(
+                membership.job_store, "gathers", step_timeout(config.timeout, 0)
+            ),
             machines=self._gather_machines(store),
             site=self._site,
             note="\n".join(filter(None, notes)),
@@ -788,7 +792,9 @@ class Trainer:
             self.pipeline.abort(f"a failed fit(): {self._failure}")
             if self._elastic is None or not isinstance(error, PeerError):
                 raise
-            return str(error)  # not the error: its traceback holds the sockets of the epoch
+            # Not the error: its traceback holds the sockets of the epoch. One of a wait that has
+            # ended with the epoch names a healthy peer.
+            return self._elastic.why_ended or fit_loop.why_epoch_ends or str(error)
         finally:
             self._is_fitting = False
         return None
@@ -819,10 +825,14 @@ class Trainer:
             why = ": the plan has one pipeline" if has_one_pipeline else ""
             _logger.warning("training cannot go on without %s%s", " or ".join(fatal), why)
         if has_one_pipeline:
+            self._waits = "a loss ends the job: the plan has one pipeline"
             return None
         coordinator = ctx.coordinator  # None under torchrun: it is started with defaults
         timeouts = LossTimeouts() if coordinator is None else coordinator.timeouts
-        self._waits = f"goes on after losses: {timeouts.order(self._config.timeout)}"
+        order = timeouts.order(self._config.timeout)
+        self._waits = f"goes on after losses: {order}"
+        if buddy is False:
+            self._waits = "a loss ends the job if a shard is lost, as buddy=False keeps no copies"
         ctx = processes.with_coordinator()
         return ElasticJob(ctx, self.plan, ranks, timeout=self._config.timeout)
 
@@ -1142,16 +1152,14 @@ class Trainer:
             outcome = "not saved: there is no run folder"
             if self._checkpointer is not None:
                 outcome = "saved" if self._checkpointer.wait() else "not saved"
-            if status == INTERRUPTED:
-                text = f"interrupted after step {self.global_step}, {outcome}"
-                if outcome == "saved":
-                    text += f" in {self._config.run_dir}; to continue, run the same script with "
-                    text += "trainer.restore() before fit()"
-                print(text, file=sys.stderr, flush=True)
-            else:
-                _logger.warning(
-                    "%s: exits after step %d, %s", self._preemption.why, self.global_step, outcome
-                )
+            text = f"interrupted after step {self.global_step}, {outcome}"
+            if status != INTERRUPTED:
+                why, step = self._preemption.why, self.global_step
+                text = f"{why}: the job stops after step {step}, {outcome}"
+            if outcome == "saved":
+                text += f" in {self._config.run_dir}; to continue, run the same script with "
+                text += "trainer.restore() before fit()"
+            print(text, file=sys.stderr, flush=True)
         self.close()
         sys.exit(status)
 
