@@ -334,7 +334,8 @@ class PeerConnections:
     def lose(self, workers: Collection[Worker]) -> None:
         """Let the connections of the current round with these workers fail: they answer no more."""
         with self._lock:
-            lost = [self._by_peer[peer] for peer in self._in_round if peer.worker in workers]
+            peers = [peer for peer in self._in_round if peer.worker in workers]
+            lost = [self._by_peer[peer] for peer in peers if peer in self._by_peer]
             for connection in lost:
                 connection.has_failed = True
         for connection in lost:
