@@ -64,7 +64,10 @@ def first_assignment(plan: Plan, members: Sequence[int] = ()) -> Assignment:
 
 
 def assign_survivors(current: Assignment, members: Collection[int]) -> Assignment | None:
-    """Return the next assignment, with `members` alone; None if they make no whole pipeline."""
+    """Return the next assignment, with `members` alone; None if they make no whole pipeline.
+
+    Members that were absent have their places again, without state.
+    """
     present, first = _checked(current, members), current.first
     whole = _whole_pipelines(current, present)
     formed = tuple(_further_pipelines(current, present, whole.values()))
@@ -135,8 +138,8 @@ def _loses_shard(plan: Plan, present: frozenset[int], *, has_copies: bool) -> bo
 
 
 def _checked(current: Assignment, members: Collection[int]) -> frozenset[int]:
-    unknown = sorted({*members} - current.workers.keys() - current.spares.keys())
-    assert not unknown, f"processes {unknown} are not in the current assignment"
+    unknown = sorted({*members} - current.places.keys())
+    assert not unknown, f"processes {unknown} have no place in the plan"
     return frozenset(members)
 
 

@@ -12,6 +12,10 @@ nothing is in flight: the last commit of the epoch says that it ends.
 Groups have no such votes. There members without a lost one in their pipeline end their step and
 average once more when the epoch has ended, also when it ends for a member that is asked to leave.
 
+A process may take the place of a member that is gone, as its next incarnation. It is a candidate
+until it awaits an epoch, and the others train on; the next one begins at the same kind of boundary
+as for a member that leaves.
+
 `step` takes one event and returns commands, without a clock, a thread or randomness, as the
 scheduler of groups does (`scheduler.py`).
 
@@ -40,7 +44,10 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False)
 
 
 class Enroll(_Message, frozen=True):
-    """A process is a member from now on, or still is, after a reconnect."""
+    """A process is a member from now on, or still is, after a reconnect.
+
+    In a job that has begun it is a candidate.
+    """
 
     member: Count
     incarnation: Count
@@ -51,7 +58,8 @@ class Enroll(_Message, frozen=True):
 class Await(_Message, frozen=True):
     """A member waits for the epoch after `epoch`, 0 at the start.
 
-    `why` it has left `epoch`, which ends for all; empty if it is a spare, which ends nothing.
+    `why` it has left `epoch`, which ends for all; empty if it is a spare, which ends nothing. A
+    candidate waits for the next one, whatever its number.
     """
 
     member: Count
@@ -70,6 +78,15 @@ class Vote(_Message, frozen=True):
     number: Count  # of a step
     num_voters: Annotated[int, msgspec.Meta(ge=1)]
     may_end: bool = True  # the epoch, for a member that leaves: more steps follow
+    now: Seconds = 0.0
+
+
+class TrainInGroups(_Message, frozen=True):
+    """From now on nobody votes for steps: for those who join, the epoch ends soon."""
+
+    member: Count
+    incarnation: Count
+    epoch: Count
     now: Seconds = 0.0
 
 
@@ -139,6 +156,7 @@ class Begin(_Message, frozen=True):
     departing: tuple[Member, ...]
     lost: tuple[Absence, ...]  # since the epoch before began
     committed: int | None
+    joined: tuple[Member, ...] = ()  # members that were in no epoch before: they have no state
 
 
 class End(_Message, frozen=True):
@@ -170,9 +188,9 @@ class Fenced(_Message, frozen=True):
     why: str
 
 
-Event = Enroll | Await | Vote | Depart | Unreachable | Finish | Lost | Tick
+Event = Enroll | Await | Vote | TrainInGroups | Depart | Unreachable | Finish | Lost | Tick
 Command = Begin | End | Committed | Fenced
-_MemberEvent = Await | Vote | Depart | Unreachable | Finish | Lost
+_MemberEvent = Await | Vote | TrainInGroups | Depart | Unreachable | Finish | Lost
 
 
 class _Phase(Enum):
@@ -187,6 +205,7 @@ class _Record:
 
     incarnation: int
     node: str
+    is_candidate: bool = False  # it has enrolled in a job that had begun, and is in no epoch yet
     is_awaiting: bool = False
     is_departing: bool = False
     is_announced: bool = False  # as departing, by the Begin of the current epoch
@@ -202,7 +221,7 @@ class JobEpochs:
     num_expected: int  # members without which the first epoch does not begin
     answer_timeout: Seconds
     epoch: int = 0
-    # After the first one asks to leave: others that are asked to at the same time go with it.
+    # After the first one asks to leave, or to join: others that do so at the same time go with it.
     departure_window: Seconds = 0.5
     # After the first report of a broken link: others tell which of its ends has more of them.
     report_window: Seconds = 1.0
@@ -217,8 +236,9 @@ class JobEpochs:
     # By step, how many voters each of them has counted.
     _votes: dict[int, dict[Member, int]] = field(default_factory=dict)
     _answer_by: Seconds = math.inf  # of members that do not await the next epoch yet
-    _departs_at: Seconds = -math.inf  # the earliest end of an epoch for those that leave
-    _ends_at: Seconds = math.inf  # of an epoch without commits, for those that leave
+    _departs_at: Seconds = -math.inf  # the earliest end of an epoch for those that leave or join
+    _ends_at: Seconds = math.inf  # of an epoch without commits, for those that leave or join
+    _is_in_groups: bool = False  # nobody votes for steps
     _broken_links: set[frozenset[Member]] = field(default_factory=set)  # of the epoch
     _reported_by: Seconds = math.inf  # all that are broken
     _now: Seconds = -math.inf
@@ -239,7 +259,7 @@ class JobEpochs:
         if isinstance(event, Tick) and self._now >= self._reported_by:
             self._drop_unreachable(event.silent)
         if self._now >= self._ends_at:
-            self._end(self._why_departing(self._departing()))
+            self._end(self._why_changing(self._departing(), self._joining()))
         if self._now >= self._answer_by:
             self._drop_silent()
         self._begin_if_complete()
@@ -253,6 +273,12 @@ class JobEpochs:
     def is_over(self) -> bool:
         """Whether all expected members were known, and all have finished or are lost."""
         return not self.present and self._num_known >= self.num_expected
+
+    @property
+    def vacancies(self) -> tuple[tuple[Member, int], ...]:
+        """The members that are gone, each with the incarnation of its successor."""
+        gone = sorted(self._gone.keys() - self.present.keys())
+        return tuple((member, self._gone[member][0] + 1) for member in gone)
 
     def is_member(self, member: Member, incarnation: int) -> bool:
         record = self.present.get(member)
@@ -280,11 +306,13 @@ class JobEpochs:
         if known is not None and incarnation > known.incarnation:
             self._lose(member, "it has restarted")
         last, _ = self._gone.get(member, (-1, ""))
-        # A job that has begun takes no new members yet.
-        if member in self.present or incarnation <= last or self.epoch:
+        # Who begins a job is known; later a process takes the place of one that is gone.
+        is_candidate = bool(self.epoch)
+        has_place = not is_candidate or (member in self._gone and bool(self._settled()))
+        if member in self.present or incarnation <= last or not has_place:
             self._fence(member, incarnation)
         else:
-            self.present[member] = _Record(incarnation, event.node)
+            self.present[member] = _Record(incarnation, event.node, is_candidate)
 
     def _on_member_event(self, event: _MemberEvent) -> None:
         member, incarnation = event.member, event.incarnation
@@ -299,9 +327,13 @@ class JobEpochs:
             elif not isinstance(event, Finish):
                 self._fence(member, incarnation)
             return
+        if self.present[member].is_candidate and not isinstance(event, Await | Finish | Lost):
+            self.counters["late"] += 1  # it has no part in this epoch, and may go at once
+            return
         handlers: dict[type[_MemberEvent], Callable[[Any], None]] = {
             Await: self._on_await,
             Vote: self._on_vote,
+            TrainInGroups: self._on_train_in_groups,
             Depart: self._on_depart,
             Unreachable: self._on_unreachable,
             Finish: self._on_finish,
@@ -310,10 +342,17 @@ class JobEpochs:
         handlers[type(event)](event)
 
     def _on_await(self, event: Await) -> None:
+        record = self.present[event.member]
+        if record.is_candidate:
+            if not record.is_awaiting:
+                record.is_awaiting = True
+                self._open_window()
+                self._end_in_groups()
+            return
         if event.epoch != self.epoch:
             self.counters["late"] += 1
             return
-        self.present[event.member].is_awaiting = True
+        record.is_awaiting = True
         if self._phase is _Phase.RUNNING and event.why:
             self._end(event.why)
 
@@ -327,25 +366,40 @@ class JobEpochs:
         if len(votes) < max(votes.values()):
             return
         self._votes.clear()
-        self._committed = event.number
+        self._committed, self._is_in_groups = event.number, False
         departing = [m for m in self._departing() if not self.present[m].is_announced]
+        joining = self._joining()
         is_early = len(departing) < len(self._members) and self._now < self._departs_at
         if is_early or not event.may_end:
-            departing = []
+            departing, joining = [], []
         if not event.may_end:  # outside of a fit nobody goes on in another epoch
             self._ends_at = math.inf
-        why = self._why_departing(departing)
-        self._out.append(
-            Committed(self.epoch, event.number, bool(departing), why, tuple(departing))
-        )
-        if departing:
+        why = self._why_changing(departing, joining)
+        self._out.append(Committed(self.epoch, event.number, bool(why), why, tuple(departing)))
+        if why:
             self._phase, self._ends_at = _Phase.LAST_STEP, math.inf
             self._answer_by = self._now + self.answer_timeout
 
+    def _on_train_in_groups(self, event: TrainInGroups) -> None:
+        if event.epoch != self.epoch or self._phase is not _Phase.RUNNING:
+            self.counters["late"] += 1
+            return
+        self._is_in_groups = True
+        self._end_in_groups()
+
+    def _end_in_groups(self) -> None:
+        """End an epoch without votes soon, if a process waits to join."""
+        if self._is_in_groups and self._phase is _Phase.RUNNING and self._joining():
+            self._ends_at = min(self._ends_at, self._departs_at)
+
+    def _open_window(self) -> None:
+        if self._now >= self._departs_at:
+            self._departs_at = self._now + self.departure_window
+
     def _on_depart(self, event: Depart) -> None:
         record = self.present[event.member]
-        if not record.is_departing and self._now >= self._departs_at:
-            self._departs_at = self._now + self.departure_window
+        if not record.is_departing:
+            self._open_window()
         record.is_departing = True
         if event.without_commit and self._phase is _Phase.RUNNING and not record.is_announced:
             self._ends_at = min(self._ends_at, self._departs_at)
@@ -380,7 +434,8 @@ class JobEpochs:
     def _lose(self, member: Member, why: str) -> None:
         record = self.present.pop(member)
         self._gone[member] = record.incarnation, why
-        self._lost.append(Absence(member, why))
+        if not record.is_candidate:
+            self._lost.append(Absence(member, why))
         self._fence(member, record.incarnation)
         if member in self._members:
             self._members.remove(member)
@@ -399,31 +454,51 @@ class JobEpochs:
 
     def _drop_silent(self) -> None:
         self._answer_by = math.inf
-        for member in [m for m, record in self.present.items() if not record.is_awaiting]:
+        for member in [m for m in self._settled() if not self.present[m].is_awaiting]:
             self._lose(member, f"it is alive, but has not answered for {self.answer_timeout:g} s")
 
     def _begin_if_complete(self) -> None:
-        if not self.present or not all(record.is_awaiting for record in self.present.values()):
+        settled = self._settled()
+        if self.epoch and not settled:  # nobody is left from whom a candidate could get its state
+            for member in list(self.present):
+                self._lose(member, "the job has ended")
+        if not settled or not all(self.present[member].is_awaiting for member in settled):
             return
         if self.epoch == 0 and self._num_known < self.num_expected:
             return
         if self._phase is _Phase.RUNNING:
             self._end("all but its spares have finished")
-        self.epoch += 1
-        members, departing = tuple(sorted(self.present)), tuple(self._departing())
+        joined, departing = tuple(self._joining()), tuple(self._departing())
+        members = tuple(sorted((*settled, *joined)))
         # A process that has restarted before the job has begun is not missing.
-        lost = tuple(absence for absence in self._lost if absence.member not in self.present)
-        self._out.append(Begin(self.epoch, members, departing, lost, self._committed))
+        lost = tuple(a for a in self._lost if self.epoch or a.member not in self.present)
+        self.epoch += 1
+        self._out.append(Begin(self.epoch, members, departing, lost, self._committed, joined))
         self._phase, self._answer_by = _Phase.RUNNING, math.inf
         self._members, self._lost, self._committed = set(members), [], None
         self._lost_members, self._ends_at = [], math.inf
         self._broken_links, self._reported_by = set(), math.inf
-        for record in self.present.values():
-            record.is_awaiting, record.is_announced = False, record.is_departing
+        self._is_in_groups = False
+        for record in (self.present[member] for member in members):
+            record.is_awaiting = record.is_candidate = False
+            record.is_announced = record.is_departing
+
+    def _settled(self) -> list[Member]:
+        """The present members that are no candidates."""
+        return sorted(m for m, record in self.present.items() if not record.is_candidate)
+
+    def _joining(self) -> list[Member]:
+        """The candidates that await an epoch."""
+        records = self.present.items()
+        return sorted(m for m, record in records if record.is_candidate and record.is_awaiting)
 
     def _departing(self) -> list[Member]:
         return sorted(m for m, record in self.present.items() if record.is_departing)
 
-    def _why_departing(self, departing: Sequence[Member]) -> str:
-        names = ", ".join(f"process {m} on {self.present[m].node}" for m in departing)
-        return f"{names} leave{'s' * (len(departing) == 1)}" if names else ""
+    def _why_changing(self, departing: Sequence[Member], joining: Sequence[Member]) -> str:
+        """Say who leaves and who joins; empty if nobody does."""
+        texts = []
+        for members, verb in ((departing, "leave"), (joining, "join")):
+            names = ", ".join(f"process {m} on {self.present[m].node}" for m in members)
+            texts += [f"{names} {verb}{'s' * (len(members) == 1)}"] * bool(names)
+        return "; ".join(texts)

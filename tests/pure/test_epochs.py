@@ -27,6 +27,7 @@ from polyrhythm.sync.epochs import (
     JobEpochs,
     Lost,
     Tick,
+    TrainInGroups,
     Unreachable,
     Vote,
 )
@@ -43,6 +44,7 @@ class PlayedMember:
 
     incarnation: int = 0
     is_present: bool = False
+    is_candidate: bool = False
     is_awaiting: bool = False
     is_departing: bool = False
     is_announced: bool = False  # its departure, by the Begin of this epoch
@@ -89,6 +91,13 @@ class RandomEvents(RuleBasedStateMachine):
     def present(self) -> list[int]:
         return [member for member, played in self.played.items() if played.is_present]
 
+    def settled(self) -> list[int]:
+        return [member for member in self.present() if not self.played[member].is_candidate]
+
+    def joining(self) -> list[int]:
+        candidates = set(self.present()) - set(self.settled())
+        return sorted(member for member in candidates if self.played[member].is_awaiting)
+
     def check(self, command: Command) -> None:
         epoch = self.epoch
         match command:
@@ -98,7 +107,7 @@ class RandomEvents(RuleBasedStateMachine):
                 assert command.epoch == epoch.number
                 assert command.why
                 assert not epoch.has_ended or len(command.lost) > len(epoch.lost)
-                assert not set(command.lost) & set(self.present())
+                assert not set(command.lost) & set(self.settled())
                 epoch.has_ended, epoch.lost = True, command.lost
             case Committed():
                 assert (command.epoch, epoch.has_ended) == (epoch.number, False)
@@ -109,7 +118,8 @@ class RandomEvents(RuleBasedStateMachine):
                     and not self.played[m].is_announced
                 ]  # fmt: skip
                 leaving = leaving if self.may_end else []
-                assert command.is_last == bool(leaving) == bool(command.why)
+                changes = self.may_end and bool(leaving or self.joining())
+                assert command.is_last == changes == bool(command.why)
                 epoch.is_last_step = command.is_last
                 assert list(command.departing) == leaving
                 epoch.last_step, epoch.votes = command.number, set()
@@ -123,26 +133,28 @@ class RandomEvents(RuleBasedStateMachine):
                 assert (command.member, command.incarnation) in self.gone or self.epoch.number
 
     def check_begin(self, begin: Begin) -> None:
-        present = self.present()
+        settled, present = self.settled(), sorted((*self.settled(), *self.joining()))
         assert begin.epoch == self.epoch.number + 1
         assert list(begin.members) == present
+        assert list(begin.joined) == self.joining()
         assert all(self.played[member].is_awaiting for member in present)
+        assert settled, "nobody has any state"
         assert len(self.known) == NUM_MEMBERS
         assert list(begin.departing) == [m for m in present if self.played[m].is_departing]
         assert (begin.committed is None) == (self.epoch.num_committed == 0)
         assert begin.committed in (None, self.epoch.last_step)
-        assert not {absence.member for absence in begin.lost} & set(present)
+        assert not {absence.member for absence in begin.lost} & set(settled)
         voters = tuple(m for m in present if m not in begin.departing)
         self.epoch = EpochOfTest(begin.epoch, voters, False, last_step=self.epoch.last_step)
         for member in present:
             played = self.played[member]
-            played.is_awaiting = played.has_voted = False
+            played.is_awaiting = played.has_voted = played.is_candidate = False
             played.is_announced = played.is_departing
 
     def mark_gone(self, member: int) -> None:
         played = self.played[member]
         self.gone.add((member, played.incarnation))
-        played.is_present = played.is_awaiting = False
+        played.is_present = played.is_awaiting = played.is_candidate = False
 
     @rule(member=members)
     def enroll(self, member: int) -> None:
@@ -159,15 +171,18 @@ class RandomEvents(RuleBasedStateMachine):
 
     @rule(member=members)
     def enroll_a_new_incarnation(self, member: int) -> None:
-        """It is lost if it was present, and takes part only in a job that has not begun."""
+        """It is lost if it was present; in a job that has begun it is a candidate."""
         played, was_present = self.played[member], self.played[member].is_present
-        can_join = self.epoch.number == 0
+        has_started = self.epoch.number > 0
+        can_join = not has_started or bool({*self.settled()} - {member})
         if was_present or (member, played.incarnation) in self.gone:
             event = Enroll(member, played.incarnation + 1, "here", self.now)
             commands = self.job.step(event)
             if was_present:
                 self.mark_gone(member)
-            self.played[member] = PlayedMember(played.incarnation + 1, is_present=can_join)
+            self.played[member] = PlayedMember(
+                played.incarnation + 1, is_present=can_join, is_candidate=can_join and has_started
+            )
             if not can_join:
                 self.gone.add((member, event.incarnation))
             for command in commands:
@@ -178,8 +193,23 @@ class RandomEvents(RuleBasedStateMachine):
         played = self.played[member]
         if played.is_present:
             played.is_awaiting = True
-            self.send(Await(member, played.incarnation, self.epoch.number, why, self.now))
-            assert self.epoch.has_ended or not why or not self.job.present[member].is_awaiting
+            number = self.epoch.number * (not played.is_candidate)  # which it does not know
+            is_candidate = played.is_candidate
+            self.send(Await(member, played.incarnation, number, why, self.now))
+            is_awaiting = self.job.present[member].is_awaiting
+            assert is_candidate or self.epoch.has_ended or not why or not is_awaiting
+
+    @precondition(lambda self: self.epoch.number)
+    @rule(member=members)
+    def train_in_groups(self, member: int) -> None:
+        """The epoch ends if a process waits to join; here the window for others is 0 s."""
+        played, epoch = self.played[member], self.epoch
+        if played.is_present:
+            is_running = not (epoch.has_ended or epoch.is_last_step or played.is_candidate)
+            ends = is_running and bool(self.joining())
+            event = TrainInGroups(member, played.incarnation, epoch.number, self.now)
+            found = [type(command) for command in self.send(event)]
+            assert found[:1] == [End] * ends
 
     @precondition(lambda self: not self.epoch.has_ended)
     @rule(missing=st.sampled_from([None, None, *range(NUM_MEMBERS)]), may_end=st.booleans())
@@ -187,7 +217,7 @@ class RandomEvents(RuleBasedStateMachine):
         self.may_end = may_end
         for member in [m for m in range(NUM_MEMBERS) if m != missing]:
             played, epoch = self.played[member], self.epoch
-            is_voter = member in epoch.voters and played.is_present
+            is_voter = member in epoch.voters and played.is_present and not played.is_candidate
             # Unlike a spare; after a last commit all await the next epoch.
             if is_voter and not played.has_voted and not played.is_awaiting:
                 played.has_voted = True
@@ -216,7 +246,7 @@ class RandomEvents(RuleBasedStateMachine):
     @rule(member=members, without_commit=st.booleans())
     def depart(self, member: int, without_commit: bool) -> None:
         played, epoch = self.played[member], self.epoch
-        if played.is_present:
+        if played.is_present and not played.is_candidate:
             is_running = not (epoch.has_ended or epoch.is_last_step)
             ends = without_commit and is_running and not played.is_announced
             played.is_departing = True
@@ -228,14 +258,14 @@ class RandomEvents(RuleBasedStateMachine):
     def cannot_reach(self, member: int, others: set[int], silent: set[int]) -> None:
         """One end of each link is lost, and one of the two goes on."""
         played, epoch = self.played[member], self.epoch
-        others = {m for m in others if self.played[m].is_present} - {member}
-        if played.is_present and others:
-            before, can_end = self.present(), not epoch.has_ended
+        others = others & set(self.settled()) - {member}
+        if member in self.settled() and others:
+            before, can_end = self.settled(), not epoch.has_ended
             number, peers = epoch.number, tuple(sorted(others))
             self.send(Unreachable(member, played.incarnation, number, peers, self.now))
             self.now += self.job.report_window
             self.send(Tick(self.now, tuple(silent)))
-            left = set(self.present())
+            left = set(self.settled())
             assert left, "all are lost"
             assert bool(set(before) - left) == can_end
             assert not can_end or member not in left or not others & left
@@ -249,23 +279,23 @@ class RandomEvents(RuleBasedStateMachine):
 
     @rule(member=members)
     def lose(self, member: int) -> None:
-        played, was_present = self.played[member], self.played[member].is_present
+        played, was_settled = self.played[member], member in self.settled()
         if played.is_present or (member, played.incarnation) not in self.gone:
             self.mark_gone(member)
             self.known.add(member)
             before = self.epoch.number
             commands = self.send(Lost(member, played.incarnation, "SIGKILL", self.now))
             ends = [c for c in commands if isinstance(c, End) and c.epoch == before]
-            assert bool(ends) == (was_present and before > 0)
+            assert bool(ends) == (was_settled and before > 0)
 
     @rule(duration=st.sampled_from([1.0, ANSWER_TIMEOUT]))
     def wait(self, duration: float) -> None:
         self.now += duration
         is_due = self.job.next_timer() <= self.now  # of answers: epochs end at once here
-        silent = {m for m in self.present() if not self.played[m].is_awaiting}
+        silent = {m for m in self.settled() if not self.played[m].is_awaiting}
         self.send(Tick(self.now))
         if is_due:
-            assert not silent & set(self.present()), "the others wait for it"
+            assert not silent & set(self.settled()), "the others wait for it"
         assert self.job.next_timer() > self.now
 
     @precondition(lambda self: self.sent)
@@ -465,3 +495,66 @@ def test_member_that_does_not_await_the_next_epoch_is_lost(ends_by: str) -> None
     assert 1 not in begin.members
     assert begin.lost[-1].member == 1
     assert "has not answered for 10 s" in begin.lost[-1].why
+
+
+def job_without_member_1() -> JobEpochs:
+    """Its members 0 and 2 train in epoch 2."""
+    job = job_of(0, 1, 2)
+    job.step(Lost(1, 0, "SIGKILL"))
+    for member in (0, 2):
+        commands = job.step(Await(member, 0, 1))
+    assert [type(command) for command in commands] == [Begin]
+    return job
+
+
+def test_a_process_joins_with_the_next_commit_once_it_is_prepared() -> None:
+    job = job_without_member_1()
+    assert job.vacancies == ((1, 1),)
+    assert job.step(Enroll(1, 1, "n9")) == []
+    assert job.vacancies == ()
+    job.step(Vote(0, 0, 2, 0, 2, now=1.0))
+    assert job.step(Vote(2, 0, 2, 0, 2, now=1.0)) == [Committed(2, 0, False)], "it prepares itself"
+    assert job.step(Await(1, 1, 0, now=2.0)) == []
+    job.step(Vote(0, 0, 2, 1, 2, now=2.1))
+    assert job.step(Vote(2, 0, 2, 1, 2, now=2.1)) == [Committed(2, 1, False)], "others may come"
+    job.step(Vote(0, 0, 2, 2, 2, now=3.0))
+    (last,) = job.step(Vote(2, 0, 2, 2, 2, now=3.0))
+    assert last == Committed(2, 2, True, "process 1 on n9 joins")
+    job.step(Await(0, 0, 2, last.why))
+    (begin,) = job.step(Await(2, 0, 2, last.why))
+    assert begin == Begin(3, (0, 1, 2), (), (), 2, joined=(1,))
+
+
+def test_a_process_joins_groups_soon() -> None:
+    job = job_without_member_1()
+    job.step(Enroll(1, 1, "n9"))
+    assert job.step(TrainInGroups(2, 0, 2, now=1.0)) == []
+    assert job.step(Await(1, 1, 0, now=2.0)) == []
+    assert job.next_timer() == 3.0
+    assert job.step(Tick(3.0)) == [End(2, "process 1 on n9 joins")]
+    job.step(Await(0, 0, 2))
+    (begin,) = job.step(Await(2, 0, 2))
+    assert (begin.members, begin.joined) == ((0, 1, 2), (1,))
+
+
+def test_a_candidate_that_is_lost_or_goes_changes_nothing_for_the_others() -> None:
+    job = job_without_member_1()
+    job.step(Enroll(1, 1, "n9"))
+    job.step(Await(1, 1, 0, now=2.0))
+    assert job.step(Lost(1, 1, "SIGKILL", 2.5)) == [Fenced(1, 1, "SIGKILL")]
+    job.step(Enroll(1, 2, "n9"))
+    assert job.step(Finish(1, 2)) == []
+    assert job.vacancies == ((1, 3),)
+    job.step(Vote(0, 0, 2, 0, 2, now=9.0))
+    assert job.step(Vote(2, 0, 2, 0, 2, now=9.0)) == [Committed(2, 0, False)]
+
+
+def test_candidates_end_with_the_job() -> None:
+    job = job_without_member_1()
+    job.step(Enroll(1, 1, "n9"))
+    job.step(Await(1, 1, 0))
+    assert job.step(Finish(0, 0)) == []
+    assert job.step(Finish(2, 0)) == [Fenced(1, 1, "the job has ended")]
+    assert job.is_over
+    (fenced,) = job.step(Enroll(1, 2, "n9"))
+    assert isinstance(fenced, Fenced)

@@ -66,7 +66,8 @@ def losses(draw: st.DrawFn, of: st.SearchStrategy[Plan]) -> History:
     plan = draw(of)
     present, history = set(range(plan.num_workers)), []
     for _ in range(draw(st.integers(1, 4))):
-        present = present - draw(st.sets(st.integers(0, plan.num_workers - 1), max_size=4))
+        some = st.sets(st.integers(0, plan.num_workers - 1), max_size=4)
+        present = (present - draw(some)) | draw(some)
         history.append(present)
     return plan, history
 
@@ -504,7 +505,22 @@ def test_a_long_reason_counts_what_it_does_not_list() -> None:
     assert len(why) < 1000
 
 
+@given(losses(plans()))
+def test_all_pipelines_are_whole_again_when_all_have_come_back(history: History) -> None:
+    first = history[0]
+    for _, _, following in run(history):
+        if following is None:
+            return
+        again = assign_survivors(following, range(first.num_workers))
+        assert again is not None
+        assert (again.plan.num_pipelines, again.spares) == (first.num_pipelines, {})
+        numbers = [pipeline.num_microbatches for pipeline in again.plan.pipelines]
+        if all(number is not None for number in numbers):
+            total = sum(pipeline.num_microbatches or 0 for pipeline in first.pipelines)
+            assert sum(number or 0 for number in numbers) == total
+
+
 def test_an_unknown_member_is_refused() -> None:
     start = first_assignment(even_plan(num_layers=2, num_stages=2, num_pipelines=1))
-    with pytest.raises(AssertionError, match=r"processes \[2\] are not"):
+    with pytest.raises(AssertionError, match=r"processes \[2\] have no place"):
         assign_survivors(start, {0, 1, 2})
