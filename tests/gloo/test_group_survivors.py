@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from polyrhythm.run.averaging.group_sync import GroupSync
@@ -26,6 +28,7 @@ from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from polyrhythm.run.trainer import elastic, fit_loop, sync_tuner
+from polyrhythm.run.trainer import trainer as trainer_module
 from polyrhythm.run.trainer.config import CheckpointConfig
 from polyrhythm.run.trainer.fit_loop import FitLoop, Phase
 from polyrhythm.run.trainer.sampler import (
@@ -338,6 +341,30 @@ def test_a_leave_in_the_last_step_before_a_switch_to_groups(tmp_path: Path) -> N
     assert time.monotonic() - start < _TIMEOUT
     assert found.keys() == {0, 2}
     check(found, (1, 3), tmp_path, 30)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("sync", long_except(["adaptive", "auto"], 0))
+def test_the_last_pipeline_goes_on_in_the_middle_of_a_step(tmp_path: Path, sync: str) -> None:
+    """The others are lost when it has no samples left but theirs, which make no whole step."""
+
+    def fault(ctx: DistContext) -> Any:
+        settle = trainer_module.settle_groups
+
+        def with_unused(start: Any, step_of: Any) -> Any:
+            settled, state = settle(start, step_of)
+            low = state.next - BATCH - BATCH // 3
+            state = SamplerState(next=state.next, pool=((low, low + BATCH // 3),))
+            own = structs.replace(settled.states[0], step=step_of(state))
+            return replace(settled, states={0: own}), state
+
+        trainer_module.settle_groups = with_unused
+        return after_own_steps(3, 1)(ctx)
+
+    found = train(tmp_path, (1, 2), fault, sync=sync)
+    assert found.keys() == {0}
+    state = found[0].state
+    assert (state.num_used, state.pool) == (NUM_STEPS * BATCH, ())
 
 
 POINTS = {

@@ -185,9 +185,11 @@ def test_predicted_positions_are_those_of_the_next_steps(data: st.DataObject) ->
     state = SamplerState(next=50, pool=pool, outstanding=outstanding)
     batch = GlobalBatch(size=size, microbatch_size=min(microbatch_size, size))
     shares = batch.equal_shares(data.draw(st.integers(1, batch.num_microbatches)))
-    end = batch.step_at(state.num_used) + 4
+    end, is_alone = batch.step_at(state.num_used) + 4, len(shares) == 1
     samplers = [
-        FixedShareSampler(StepCursor(batch, state, end), shares, i, averages_gradients=True)
+        FixedShareSampler(
+            StepCursor(batch, state, end, is_alone=is_alone), shares, i, averages_gradients=True
+        )
         for i in range(len(shares))
     ]
     ahead = [(each.peek(), *each.peek_ahead(9)) for each in samplers]
@@ -198,4 +200,10 @@ def test_predicted_positions_are_those_of_the_next_steps(data: st.DataObject) ->
         p for row in found for x in row for low, high in x.ranges for p in range(low, high)
     ]
     left = [p for low, high in (*pool, *outstanding) for p in range(low, high)]
-    assert positions == [*left, *range(state.next, state.next + 4 * size)][: 4 * size]
+    # A pipeline that is alone completes the step whose samples are used in part.
+    num_samples = 4 * size - is_alone * (state.num_used % size)
+    assert positions == [*left, *range(state.next, state.next + 4 * size)][:num_samples]
+    for sampler in samplers:
+        assert sampler.sampler_state().num_used == state.num_used + num_samples
+    if is_alone:
+        assert samplers[0].sampler_state().num_used == end * size

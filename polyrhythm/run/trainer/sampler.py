@@ -139,14 +139,31 @@ class RemainingSamples:
 
 
 class StepCursor:
-    """Counts global steps over the samples that are not used yet."""
+    """Counts global steps over the samples that are not used yet.
 
-    def __init__(self, global_batch: GlobalBatch, sampler_state: SamplerState, end: int) -> None:
-        """`end`: the number of global steps, counted from the start of training."""
+    After groups a part of the first one's samples may be used. Then it has the others alone if one
+    pipeline computes them; several need whole steps, and use up to a step more in the end.
+    """
+
+    def __init__(
+        self,
+        global_batch: GlobalBatch,
+        sampler_state: SamplerState,
+        end: int,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        """`end`: the number of global steps, counted from the start of training.
+
+        `is_alone`: one pipeline computes the steps.
+        """
         self.global_batch, self._initial = global_batch, sampler_state
         self._start, self._remaining = sampler_state.num_used, RemainingSamples(sampler_state)
         self._num_made, self._first = 0, global_batch.step_at(sampler_state.num_used)
         self._num_steps = end - self._first
+        # Of the first step: used already.
+        used = self._start - global_batch.start_of(self._first)
+        self._num_used = used if is_alone else 0
 
     @property
     def is_over(self) -> bool:
@@ -163,13 +180,14 @@ class StepCursor:
         """Return the ranges that `next` would return, or that after `num_skipped` calls of it."""
         if self._num_made + num_skipped >= self._num_steps:
             return ()
-        start, end = self.global_batch.range_of(self._num_made + num_skipped, microbatches)
-        return self._remaining.ranges(self._start + start, self._start + end)
+        bounds = self.global_batch.range_of(self._num_made + num_skipped, microbatches)
+        start, end = (self._start + max(0, bound - self._num_used) for bound in bounds)
+        return self._remaining.ranges(start, end)
 
     def sampler_state(self, step: int | None = None) -> SamplerState:
         """Return the state after all started steps are done, or after `step` global steps."""
         num_made = self._num_made if step is None else step - self._first
-        used = self._start + num_made * self.global_batch.size
+        used = self._start + max(0, num_made * self.global_batch.size - self._num_used)
         left = self._remaining.ranges(used, used + self._initial.next)
         pool = tuple((low, min(high, self._initial.next)) for low, high in left)
         pool = tuple((low, high) for low, high in pool if low < high)
@@ -230,8 +248,10 @@ class FixedShareSampler(LockstepSampler):
         found = self._steps.next(self._microbatches)
         if found is None or not self._averages_gradients:
             return found
+        if self._num_pipelines == 1:
+            return structs.replace(found, is_whole=True)
         weight = found.num_samples * self._num_pipelines / self._steps.global_batch.size
-        return structs.replace(found, weight=weight, is_whole=self._num_pipelines == 1)
+        return structs.replace(found, weight=weight)
 
 
 class BalancedShareSampler(LockstepSampler):
@@ -306,7 +326,7 @@ def make_sampler(
         return DispatchedSampler(
             global_batch, sync, shares[pipeline] * global_batch.microbatch_size
         )
-    steps = StepCursor(global_batch, sampler_state, end)
+    steps = StepCursor(global_batch, sampler_state, end, is_alone=len(shares) == 1)
     if sync is not None and mode.balances_microbatches:
         return BalancedShareSampler(steps, sync)
     averages_gradients = mode.averages == "gradients"
