@@ -100,6 +100,7 @@ def check_survivors_agree(found: dict[int, list[Tensor]]) -> None:
     torch.testing.assert_close(final[0], targets.mean(0), atol=0.1, rtol=0)
 
 
+@pytest.mark.long
 def test_unsent_shard_is_taken_from_first_survivor(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> list[Tensor]:
         use_small_buckets()

@@ -327,6 +327,7 @@ def test_a_restored_run_has_the_implementation_of_its_own_optimizer(
             made.save()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_pipelines", long_except([1, 2], 1))
 def test_fused_sgd_has_no_momentum_after_skipped_first_steps(
     tmp_path: Path, num_pipelines: int

@@ -238,7 +238,7 @@ def test_a_second_loss_while_the_survivors_connect(tmp_path: Path, point: str) -
     check(found, (1, 4), tmp_path)
 
 
-@pytest.mark.parametrize("is_connected", [True, False])
+@pytest.mark.parametrize("is_connected", long_except([True, False], 1))
 def test_one_survivor_alone_fails_to_connect(tmp_path: Path, is_connected: bool) -> None:
     """The others know it at once, although gloo waits for it for a long time.
 
@@ -320,6 +320,7 @@ def test_a_spare_outlives_many_epochs(tmp_path: Path) -> None:
     check(found, (2, 3), tmp_path)
 
 
+@pytest.mark.long
 def test_a_second_loss_while_state_moves(tmp_path: Path) -> None:
     """What was made to receive the state is gone in the next epoch, which makes it again."""
     moving = faults.at_call(trainer_module, "reshard", 0, 3)
@@ -457,6 +458,7 @@ def test_the_last_pipeline_saves_when_one_of_its_workers_is_asked_to_leave(tmp_p
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
+@pytest.mark.long
 def test_a_loss_after_a_restore_repeats_no_later_steps(tmp_path: Path) -> None:
     """The steps of the fit before the restore do not count as made."""
     plan, run = plan_of(1, 3), tmp_path / "run"
@@ -536,6 +538,7 @@ def with_statistics() -> nn.Sequential:
     )
 
 
+@pytest.mark.long
 def test_statistics_count_no_step_twice(tmp_path: Path) -> None:
     fault = faults.during_all_gather(1)
     found = train(tmp_path, (1, 3), fault, sync="decoupled", model=with_statistics)
@@ -608,6 +611,7 @@ def test_a_loss_after_fit(tmp_path: Path, sync: str) -> None:
     assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1", "done2"]
 
 
+@pytest.mark.long
 def test_a_loss_while_a_callback_reads_the_weights(tmp_path: Path) -> None:
     """They are on their way, and do not come."""
     killed = faults.during_all_gather(1)
@@ -628,6 +632,7 @@ def test_a_loss_while_a_callback_reads_the_weights(tmp_path: Path) -> None:
     check(found, (1, 3), tmp_path)
 
 
+@pytest.mark.long
 def test_nothing_of_an_epoch_that_has_ended_stays_in_memory(tmp_path: Path) -> None:
     killed = after_step(4, 1)
 
