@@ -267,9 +267,7 @@ def test_many_unauthenticated_connections_are_harmless() -> None:
         sockets = [context.socket(zmq.DEALER) for _ in range(50)]
         for each in sockets:
             each.connect(coordinator.address)
-            with contextlib.suppress(
-                zmq.Again
-            ):  # it is refused already: a send would wait for ever
+            with contextlib.suppress(zmq.Again):  # if it is refused already, a send would wait
                 each.send(encode(Hello(PROTOCOL, THIRD, "", 0, 1, SETUP.text, SHAPE)), zmq.NOBLOCK)
         eventually(lambda: coordinator.counters["unauthenticated"] >= 50)
         for each in sockets:

@@ -327,10 +327,7 @@ def test_keys_stay_until_all_their_readers_have_committed() -> None:
 
 
 def begin_round(
-    connections: PeerConnections,
-    members: list[Peer],
-    flat: torch.Tensor,
-    number: int,
+    connections: PeerConnections, members: list[Peer], flat: torch.Tensor, number: int
 ) -> None:
     """Begin a round of `all_reduce_mean` that can be cancelled."""
     shards = shard_slices(flat.numel(), len(members), flat.element_size())

@@ -366,7 +366,8 @@ class Averager:
         self._connections.begin(self._shape(assign, members, published, filling), others)
         self._connections.drain()
         # The others may have stopped to wait for this worker.
-        self._connections.pop_lost(), self._connections.pop_slow()
+        self._connections.pop_lost()
+        self._connections.pop_slow()
 
     def _shape(
         self,

@@ -140,7 +140,7 @@ class DistContext:
         *,
         rank: int | None = None,
         backend: str = "gloo",
-        barrier: Callable[[], object] = lambda: dist.barrier(),
+        barrier: Callable[[], object] = dist.barrier,
     ) -> Iterator[None]:
         """Initialise torch.distributed for a `with` block, with `timeout` for every wait.
 
@@ -372,12 +372,14 @@ class LocalJob:
                 self._raise_failure()
                 if (remaining := deadline - time.monotonic()) <= 0:
                     break
-                wait_for_any(self._workers, self._until_next_line(remaining))
+                self._show_due_lines()
+                next_lines = (at - time.monotonic() for at, *_ in self._lines)
+                wait_for_any(self._workers, min([remaining, *next_lines]))
             self._raise_failure()
         except WorkerError as error:
             self._print_lines([each for each in self._lines if each[1] != error.rank])
             raise
-        self._until_next_line(0.0)
+        self._show_due_lines()
         ended = [worker for rank, worker in enumerate(self._workers) if rank not in self._lost]
         return all(worker.status == 0 for worker in ended)
 
@@ -436,16 +438,15 @@ class LocalJob:
             # a worker that leaves at the end of a job, or with all others, nothing is to be said.
             delay = _LINE_DELAYS.get(worker.status or 0, 0.0)
             self._lines.append((time.monotonic() + delay, rank, "\n".join([line, *rest])))
-            self._until_next_line(0.0)
+            self._show_due_lines()
 
-    def _until_next_line(self, remaining: Seconds) -> Seconds:
-        """Print lines on losses that are due; return when to look again, at the latest."""
+    def _show_due_lines(self) -> None:
+        """Show lines on losses that are due, and all that are left when the job is over."""
         now, is_over = time.monotonic(), all(worker.status is not None for worker in self._workers)
         due = [each for each in self._lines if each[0] <= now or is_over]
         self._lines = [each for each in self._lines if each not in due]
         leaving = [each for each in due if self._workers[each[1]].status in _LEAVING]
         self._print_lines([each for each in due if not (is_over and each in leaving)])
-        return min([remaining, *(at - now for at, *_ in self._lines)])
 
     def _print_lines(self, lines: list[tuple[Seconds, int, str]]) -> None:
         for _, _, line in lines:

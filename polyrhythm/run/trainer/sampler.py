@@ -161,9 +161,8 @@ class StepCursor:
         self._start, self._remaining = sampler_state.num_used, RemainingSamples(sampler_state)
         self._num_made, self._first = 0, global_batch.step_at(sampler_state.num_used)
         self._num_steps = end - self._first
-        # Of the first step: used already.
         used = self._start - global_batch.start_of(self._first)
-        self._num_used = used if is_alone else 0
+        self._num_omitted = used if is_alone else 0  # samples of the first step
 
     @property
     def is_over(self) -> bool:
@@ -181,13 +180,13 @@ class StepCursor:
         if self._num_made + num_skipped >= self._num_steps:
             return ()
         bounds = self.global_batch.range_of(self._num_made + num_skipped, microbatches)
-        start, end = (self._start + max(0, bound - self._num_used) for bound in bounds)
+        start, end = (self._start + max(0, bound - self._num_omitted) for bound in bounds)
         return self._remaining.ranges(start, end)
 
     def sampler_state(self, step: int | None = None) -> SamplerState:
         """Return the state after all started steps are done, or after `step` global steps."""
         num_made = self._num_made if step is None else step - self._first
-        used = self._start + max(0, num_made * self.global_batch.size - self._num_used)
+        used = self._start + max(0, num_made * self.global_batch.size - self._num_omitted)
         left = self._remaining.ranges(used, used + self._initial.next)
         pool = tuple((low, min(high, self._initial.next)) for low, high in left)
         pool = tuple((low, high) for low, high in pool if low < high)
