@@ -20,21 +20,33 @@ from polyrhythm.run.decoupled import gradient_sync
 class EmulatedNccl(NcclCollectives):
     """Records which collectives have been started, in which order."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, host: GlooCollectives
+    ) -> None:
+        super().__init__(group, device, host)
         self.started: list[str] = []
 
     def reduce_scatter(self, flat: Tensor, number: int) -> Pending:
-        """Divide before the sum: gloo has no mean."""
+        """Divide before the sum: gloo has no mean.
+
+        Wait at once: what is started next may read the sum, and gloo runs several at a time.
+        """
         self.started.append(f"reduce-scatter {number}")
         flat.div_(self.num_workers)
         own_shard = flat.view(self.num_workers, -1)[self.rank]
-        work = self._group._reduce_scatter_base(own_shard, flat, dist.ReduceScatterOptions())
-        return Pending(work.wait)
+        self._group._reduce_scatter_base(own_shard, flat, dist.ReduceScatterOptions()).wait()
+        return Pending(lambda: None)
 
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         self.started.append(f"all-gather {number}")
         return super().all_gather(flat, number)
+
+    def copy_to_buddy(self, flat: Tensor, number: int) -> Pending:
+        self.started.append(f"copy {number}")
+        return super().copy_to_buddy(flat, number)
+
+    def confirm(self) -> None:
+        """Do nothing: a wait for gloo ends when all has arrived."""
 
 
 def emulate_nccl(monkeypatch: pytest.MonkeyPatch, kind: type[EmulatedNccl] = EmulatedNccl) -> None:
@@ -43,10 +55,11 @@ def emulate_nccl(monkeypatch: pytest.MonkeyPatch, kind: type[EmulatedNccl] = Emu
     def select_backend(
         device: torch.device, nccl: dist.ProcessGroup | None, host: GlooCollectives, *, start: Any
     ) -> Any:
-        return host if nccl is None else kind(nccl)
+        return host if nccl is None else kind(nccl, device, host)
 
     monkeypatch.setattr(gradient_sync, "site_of", lambda site, *_: site)
     monkeypatch.setattr(gradient_sync, "new_nccl_group", new_gloo_group)
+    monkeypatch.setattr(gradient_sync, "connect_all", lambda *_, **__: None)
     monkeypatch.setattr(gradient_sync, "select_backend", select_backend)
     for name in ("Event", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, MagicMock())

@@ -40,6 +40,7 @@ from polyrhythm.run.decoupled.reshard import (
 from polyrhythm.sync.fusion.tuner import BucketCandidate, BucketMode
 from tests.gloo.decoupled import TIMEOUT, WIDTH, inputs_of, loss_of
 from tests.gloo.emulated_cuda import without_cuda
+from tests.gloo.emulated_nccl import EmulatedNccl, emulate_nccl
 from tests.gloo.pipelines import assert_equal, run_stages
 from tests.gloo.replicas import run_with_failures
 from tests.grids import long_except
@@ -588,6 +589,78 @@ def test_copies_pass_through_pinned_memory(tmp_path: Path) -> None:
 
 def pinned(device: torch.device, nccl: Any, host: GlooCollectives, *, start: Any) -> Any:
     return PinnedCollectives(host, device, start=start)
+
+
+def test_copies_pass_over_nccl(tmp_path: Path) -> None:
+    """Gradients that are not finite count as 0 there, in copies too."""
+
+    def work(ctx: DistContext) -> Any:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            emulate_nccl(monkeypatch)
+            return [
+                _run_all(ctx, adam, buddy=buddy, bucket_bytes=BUCKET, clip=0.05)
+                for buddy in (False, True)
+            ]
+
+    results = run_stages(3, work, tmp_path)
+    for plain, buddies in results:
+        assert_equal(plain[0], buddies[0])
+    for moment in range(len(results[0][1][1])):
+        check_copies([buddies[1][moment] for _, buddies in results])
+
+
+@pytest.mark.parametrize("at", ["weights", "state"])
+def test_what_nccl_has_not_delivered_is_not_used(tmp_path: Path, at: str) -> None:
+    """Its kernels end after an abort as if all had come: weights, or moved state, are anything."""
+    loss, left = Loss((1,)), [0, 2, 3]
+
+    class Cut(EmulatedNccl):
+        is_cut = False
+
+        def all_gather(self, flat: Tensor, number: int) -> Pending:
+            pending = super().all_gather(flat, number)
+            shards = flat.view(self.num_workers, -1)
+
+            def garble() -> None:
+                pending.wait()
+                for rank in range(self.num_workers):
+                    if Cut.is_cut and rank != self.rank:
+                        shards[rank].fill_(7.0)
+
+            return Pending(garble)
+
+        def confirm(self) -> None:
+            if Cut.is_cut:
+                raise PeerError("another worker", action="a test", waited=0.0, cause="lost")
+
+    def work(ctx: DistContext) -> Any:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            emulate_nccl(monkeypatch, Cut)
+            model = Layers()
+            optimizer = replicas_of(model)
+
+            def commit() -> None:  # the new weights of the last step are lost
+                Cut.is_cut = at == "weights" and optimizer.num_steps == LOST_AT - 1
+
+            optimizer.commit = commit
+            losses = list(train(ctx.rank, model, optimizer, range(LOST_AT)))
+            if at == "weights":
+                with pytest.raises(PeerError, match="lost"):
+                    next(train(ctx.rank, model, optimizer, range(LOST_AT, NUM_STEPS)))
+            else:
+                optimizer.synchronize()
+                Cut.is_cut = True
+                with pytest.raises(PeerError, match="lost"):
+                    optimizer._change_buckets(BucketCandidate(10_000, BucketMode.DECOUPLED))
+            assert optimizer.num_steps == LOST_AT
+            optimizer.abort()
+            model.zero_grad()
+            if ctx.rank in loss.victims:
+                die()
+        return recover(ctx, model, adam, optimizer, 4, loss, left, losses)
+
+    found = run_with_failures(4, work, tmp_path, lost={1})
+    check_recovery(found, adam, 4, left, LOST_AT)
 
 
 # --- a loss while buckets change -----------------------------------------------------------------

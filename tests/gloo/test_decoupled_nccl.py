@@ -78,18 +78,18 @@ def test_close_aborts_no_group_before_all_workers_have_their_weights(tmp_path: P
             optimizer = wrap_optimizer(model)
             train_steps(ctx, model, optimizer, range(2))
             comm_thread, times = optimizer._collectives.comm_thread, [0.0, 0.0]
-            end, finish = comm_thread.close, optimizer._collectives.finish_on_device
+            end, confirm = comm_thread.close, optimizer._gradient_sync.confirm
 
-            def finish_late() -> None:
+            def confirm_late() -> None:
                 time.sleep(1.0 * ctx.rank)
-                finish()
+                confirm()
                 times[0] = time.monotonic()
 
             def record_end() -> None:
                 times[1] = time.monotonic()
                 end()
 
-            monkeypatch.setattr(optimizer._collectives, "finish_on_device", finish_late)
+            monkeypatch.setattr(optimizer._gradient_sync, "confirm", confirm_late)
             monkeypatch.setattr(comm_thread, "close", record_end)
             optimizer.close()
             return times[0], times[1]

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import _get_default_store
 
 import polyrhythm as pr
@@ -21,6 +23,7 @@ from polyrhythm.run.comm.process_groups import (
     DEFAULT_TIMEOUT,
     Replicas,
     abort,
+    check_nccl,
     count_rounds,
     default_environment,
     job_mesh,
@@ -42,6 +45,27 @@ def test_variables_of_nccl_are_set_for_one_group_alone(monkeypatch: pytest.Monke
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+@pytest.mark.parametrize("error", [ErrorType.SUCCESS, ErrorType.COMM_ERROR, ErrorType.TIMEOUT])
+def test_nccl_tells_whether_all_has_come(error: ErrorType) -> None:
+    class Group:
+        def name(self) -> str:
+            return "nccl"
+
+        def abort(self) -> None:
+            pass
+
+        def get_error(self) -> ErrorType:
+            return error
+
+    whole, aborted = Group(), Group()
+    context = nullcontext() if error == ErrorType.SUCCESS else pytest.raises(PeerError)
+    with context:
+        check_nccl([whole])  # type: ignore[list-item]
+    abort(aborted)  # type: ignore[arg-type]
+    with pytest.raises(PeerError, match="its connection was lost"):
+        check_nccl([aborted])  # type: ignore[list-item]
 
 
 def test_rounds_are_counted_in_the_store() -> None:

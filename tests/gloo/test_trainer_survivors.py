@@ -6,11 +6,10 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -34,66 +33,22 @@ from polyrhythm.run.trainer.trainer import Trainer
 from tests.gloo import faults
 from tests.gloo.checkpoint_faults import mount_small_disk
 from tests.gloo.faults import Fault, after_step, both
-from tests.gloo.trainer_jobs import fit, plan_of, samples, trainer
+from tests.gloo.surviving_jobs import (
+    NUM_STEPS,
+    TIMEOUT,
+    Found,
+    membership,
+    stopped_until_lost,
+    train,
+)
+from tests.gloo.surviving_jobs import check as check_survivors
+from tests.gloo.trainer_jobs import fit, plan_of, trainer
 from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except
 
-NUM_STEPS, _TIMEOUT = 12, 60.0
 
-
-class Found(NamedTuple):
-    """What a survivor has trained."""
-
-    steps: list[int]
-    weights: dict[str, Tensor]
-    evals: list[int]
-
-
-def train(
-    folder: Path,
-    shape: tuple[int, int],
-    fault: Fault,
-    *,
-    eval_every: int | None = None,
-    timeouts: LossTimeouts | None = None,
-    **more: Any,
-) -> dict[int, Found]:
-    """Train stages x pipelines; return what the processes that were left have found, by rank."""
-    plan = plan_of(*shape)
-
-    def work(ctx: DistContext) -> None:
-        callback = fault(ctx)
-        with trainer(plan, **more) as made:
-            fitted = made.fit(
-                max_steps=NUM_STEPS,
-                callbacks=[] if callback is None else [callback],
-                progress=False,
-                eval_every=eval_every,
-                eval_dataset=None if eval_every is None else samples(),
-            )
-            weights = {name: value.clone() for name, value in made.model.state_dict().items()}
-        steps, evals = [info.step for info in fitted.steps], [step for step, _ in fitted.evals]
-        torch.save((steps, weights, evals), folder / f"found{ctx.rank}.pt")
-
-    folder.mkdir(exist_ok=True)
-    logs, num = folder / "logs", plan.num_workers
-    with LocalJob(work, num, output_folder=logs, keeps_survivors=True, timeouts=timeouts) as job:
-        assert job.wait(_TIMEOUT), "not done in time"
-    paths = {rank: folder / f"found{rank}.pt" for rank in range(num)}
-    return {rank: Found(*torch.load(path)) for rank, path in paths.items() if path.exists()}
-
-
-def check(found: dict[int, Found], shape: tuple[int, int], folder: Path) -> None:
-    """Check that the survivors made all steps, once each, and have the weights of one process."""
-    _, expected = fit(folder / "alone", 1, 1, steps=NUM_STEPS)
-    weights = dict[str, Tensor]()
-    for survivor in found.values():
-        assert survivor.steps == list(range(NUM_STEPS))
-        for name, value in survivor.weights.items():
-            torch.testing.assert_close(value, weights.setdefault(name, value), rtol=0, atol=0)
-    assert weights.keys() == expected.keys(), "some stage has no survivor"
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+def check(found: dict[int, Found], folder: Path) -> None:
+    check_survivors(found, fit(folder / "alone", 1, 1, steps=NUM_STEPS)[1])
 
 
 SYNCS = ["decoupled", "all_reduce", "balanced"]
@@ -106,7 +61,7 @@ SYNCS = ["decoupled", "all_reduce", "balanced"]
 def test_a_killed_replica(tmp_path: Path, sync: str, victim: int) -> None:
     found = train(tmp_path, (1, 3), after_step(4, victim), sync=sync)
     assert found.keys() == {0, 1, 2} - {victim}
-    check(found, (1, 3), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +74,7 @@ def test_a_killed_stage(tmp_path: Path, sync: str, victim: int) -> None:
     pipeline = victim // 2
     lost = {2 * pipeline, 2 * pipeline + 1}  # a spare has no result
     assert found.keys() == {0, 1, 2, 3} - lost
-    check(found, (2, 2), tmp_path)
+    check(found, tmp_path)
     warnings = [path.read_text() for path in tmp_path.glob("warnings*.log")]
     assert len(warnings) == 4
     assert not any("no label" in text for text in warnings), "of steps whose losses are lost"
@@ -131,7 +86,7 @@ def test_a_replica_that_runs_out_of_memory(
 ) -> None:
     found = train(tmp_path, (1, 3), faults.out_of_memory(41, 1), sync=sync)
     assert found.keys() == {0, 2}
-    check(found, (1, 3), tmp_path)
+    check(found, tmp_path)
     shown = capfd.readouterr().err
     assert "worker of rank 1 failed: " in shown
     assert "s0p1 ran out of memory in F" in shown
@@ -163,7 +118,7 @@ POINTS = {
 def test_a_loss_at_each_point_of_a_step(tmp_path: Path, sync: str, point: str) -> None:
     found = train(tmp_path, (1, 3), getattr(faults, point)(1), sync=sync)
     assert found.keys() == {0, 2}
-    check(found, (1, 3), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.long
@@ -171,7 +126,7 @@ def test_a_loss_at_each_point_of_a_step(tmp_path: Path, sync: str, point: str) -
 def test_a_loss_during_an_evaluation(tmp_path: Path, victim: int) -> None:
     fault = faults.during_evaluation(victim)
     found = train(tmp_path, (1, 3), fault, sync="all_reduce", eval_every=3)
-    check(found, (1, 3), tmp_path)
+    check(found, tmp_path)
     assert all(each.evals == [3, 6, 9, 12] for each in found.values())
 
 
@@ -186,7 +141,7 @@ def test_a_loss_during_a_checkpoint(tmp_path: Path) -> None:
         run_dir=run,
         checkpoint=CheckpointConfig(every=3),
     )
-    check(found, (2, 2), tmp_path)
+    check(found, tmp_path)
     complete = [path.name for path in (run / "checkpoints").iterdir()]
     assert len(complete) == 3, complete
 
@@ -215,12 +170,12 @@ def test_a_loss_during_a_checkpoint_for_which_the_disk_is_full(tmp_path: Path) -
             return
         fault = both(full_disk, faults.during_checkpoint(1))
         options = {"run_dir": tmp_path / "run", "checkpoint": CheckpointConfig(every=3)}
-        check(train(tmp_path, shape, fault, sync="all_reduce", **options), shape, tmp_path)
+        check(train(tmp_path, shape, fault, sync="all_reduce", **options), tmp_path)
         complete = sorted(path.name for path in disk.iterdir())
         assert complete == [f"step-{step:08}" for step in (3, 9, 12)]
 
     child = Child(work, output=tmp_path / "output.txt")
-    assert child.wait(_TIMEOUT) == 0, (tmp_path / "output.txt").read_text()
+    assert child.wait(TIMEOUT) == 0, (tmp_path / "output.txt").read_text()
     if (tmp_path / "problem").exists():
         pytest.skip(f"no small disk: {(tmp_path / 'problem').read_text()}")
 
@@ -235,7 +190,7 @@ def test_a_second_loss_while_the_survivors_connect(tmp_path: Path, point: str) -
 
     found = train(tmp_path, (1, 4), fault, sync="all_reduce")
     assert found.keys() == {0, 3}
-    check(found, (1, 4), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.parametrize("is_connected", long_except([True, False], 1))
@@ -258,12 +213,12 @@ def test_one_survivor_alone_fails_to_connect(tmp_path: Path, is_connected: bool)
                     raise RuntimeError("connect timeout")
 
         process_groups.GlooGroup = Failing  # type: ignore[misc]
-        epoch._CONNECT_TIMEOUT = 2 * _TIMEOUT
+        epoch._CONNECT_TIMEOUT = 2 * TIMEOUT
         return killed(ctx)
 
     found = train(tmp_path, (1, 4), fault, sync="all_reduce")
     assert found.keys() == {0, 2, 3}
-    check(found, (1, 4), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.long
@@ -294,7 +249,7 @@ def test_a_survivor_that_never_connects_ends_the_job(tmp_path: Path) -> None:
 def test_two_losses_at_once_leave_one_pipeline_of_what_is_left(tmp_path: Path, sync: str) -> None:
     found = train(tmp_path, (2, 2), after_step(4, 1, 2), sync=sync)
     assert found.keys() == {0, 3}  # stage 0 of one pipeline, and stage 1 of the other
-    check(found, (2, 2), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.parametrize("sync", long_except(["decoupled", "all_reduce"], 0))
@@ -304,7 +259,7 @@ def test_a_spare_becomes_a_worker_again(tmp_path: Path, sync: str) -> None:
     assert found.keys() == {0, 3, 4, 5}  # process 0 was a spare, and takes the place of process 2
     assert found[0].steps != list(range(NUM_STEPS))
     found[0] = found[0]._replace(steps=list(range(NUM_STEPS)))
-    check(found, (2, 3), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.long
@@ -317,7 +272,7 @@ def test_a_spare_outlives_many_epochs(tmp_path: Path) -> None:
 
     found = train(tmp_path, (2, 3), fault, sync="all_reduce")
     assert found.keys() == {4, 5}  # processes 0 and 2 are spares until the end
-    check(found, (2, 3), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.long
@@ -326,7 +281,7 @@ def test_a_second_loss_while_state_moves(tmp_path: Path) -> None:
     moving = faults.at_call(trainer_module, "reshard", 0, 3)
     found = train(tmp_path, (1, 4), both(after_step(4, 1), moving), sync="decoupled")
     assert found.keys() == {0, 2}
-    check(found, (1, 4), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.long
@@ -361,38 +316,18 @@ def asked_to_leave(step: int, rank: int) -> Fault:
 def test_a_worker_that_gets_sigterm_leaves(tmp_path: Path, rank: int) -> None:
     found = train(tmp_path, (1, 3), asked_to_leave(2, rank), sync="all_reduce")
     assert found.keys() == {0, 1, 2} - {rank}
-    check(found, (1, 3), tmp_path)
+    check(found, tmp_path)
     events = membership(tmp_path)
     assert not any(event["event"] == "End" for event in events), "no step was cut"
     assert [event["departing"] for event in events if event["event"] == "Begin"] == [[], [rank]]
 
 
-def membership(folder: Path) -> list[dict[str, Any]]:
-    """Return the coordinator's log."""
-    lines = (folder / "logs/membership.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_a_stopped_process_is_lost_and_ends_when_it_wakes(tmp_path: Path) -> None:
-    fault, pid_file = after_step(4, 1, how=signal.SIGSTOP), tmp_path / "pid"
     timeouts = LossTimeouts(min_heartbeat=1.0, max_heartbeat=1.5)
-
-    def noting(ctx: DistContext) -> Any:
-        if ctx.rank == 1:
-            pid_file.write_text(str(os.getpid()))
-        return fault(ctx)
-
-    def wake() -> None:
-        wait_until(lambda: (tmp_path / "logs/membership.jsonl").exists(), "the job starts")
-        wait_until(lambda: "Lost" in {e["event"] for e in membership(tmp_path)}, "it is lost")
-        os.kill(int(pid_file.read_text()), signal.SIGCONT)
-
-    waking = threading.Thread(target=wake)
-    waking.start()
-    found = train(tmp_path, (1, 3), noting, sync="all_reduce", timeouts=timeouts)
-    waking.join()
+    with stopped_until_lost(tmp_path, step=4, rank=1) as fault:
+        found = train(tmp_path, (1, 3), fault, sync="all_reduce", timeouts=timeouts)
     assert found.keys() == {0, 2}
-    check(found, (1, 3), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.long
@@ -409,7 +344,7 @@ def test_all_processes_that_are_asked_to_leave_save_and_exit(tmp_path: Path) -> 
         assert not job.wait(2.0)
         job.request_stop()
         with pytest.raises(WorkerError) as stopped:
-            job.wait(_TIMEOUT)
+            job.wait(TIMEOUT)
     assert stopped.value.status == TERMINATED
     assert len(list((run / "checkpoints").iterdir())) == 1
     assert len([e for e in membership(tmp_path) if e["event"] == "Begin"]) == 1
@@ -435,7 +370,7 @@ def test_a_job_with_a_spare_saves_when_all_are_asked_to_leave(tmp_path: Path) ->
         with pytest.raises(WorkerError) as stopped:
             if not job.wait(1.5):
                 job.request_stop()
-            job.wait(_TIMEOUT)
+            job.wait(TIMEOUT)
         assert stopped.value.status == TERMINATED
     assert len(list((run / "checkpoints").iterdir())) == 1
 
@@ -454,7 +389,7 @@ def test_the_last_pipeline_saves_when_one_of_its_workers_is_asked_to_leave(tmp_p
     logs = tmp_path / "logs"
     job = LocalJob(work, 4, output_folder=logs, keeps_survivors=True)
     with job, pytest.raises(WorkerError):
-        assert not job.wait(_TIMEOUT), "it goes on"
+        assert not job.wait(TIMEOUT), "it goes on"
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
@@ -476,7 +411,7 @@ def test_a_loss_after_a_restore_repeats_no_later_steps(tmp_path: Path) -> None:
         torch.save((weights, [info.step for info in fitted.steps]), tmp_path / f"{ctx.rank}.pt")
 
     with LocalJob(work, 3, output_folder=tmp_path / "logs", keeps_survivors=True) as job:
-        assert job.wait(_TIMEOUT)
+        assert job.wait(TIMEOUT)
     _, expected = fit(tmp_path / "alone", 1, 1, steps=NUM_STEPS)
     for rank in (0, 2):
         weights, steps = torch.load(tmp_path / f"{rank}.pt")
@@ -571,7 +506,7 @@ def test_the_last_checkpoint_is_saved_again_after_a_loss(tmp_path: Path) -> None
     saves = CheckpointConfig(every=1000)
     fault = faults.at_call(checkpointer.Checkpointer, "_write", 0, 1)
     found = train(tmp_path, (2, 2), fault, sync="all_reduce", run_dir=run, checkpoint=saves)
-    check(found, (2, 2), tmp_path)
+    check(found, tmp_path)
     assert len(list((run / "checkpoints").iterdir())) == 1
 
 
@@ -592,7 +527,7 @@ def test_a_loss_while_the_last_checkpoint_is_written(tmp_path: Path) -> None:
     saves = CheckpointConfig(every=1000)
     found = train(tmp_path, (2, 2), fault, sync="all_reduce", run_dir=run, checkpoint=saves)
     assert found.keys() == {0, 1}
-    check(found, (2, 2), tmp_path)
+    check(found, tmp_path)
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{NUM_STEPS:08}"]
 
 
@@ -607,7 +542,7 @@ def test_a_loss_after_fit(tmp_path: Path, sync: str) -> None:
         (tmp_path / f"done{ctx.rank}").touch()
 
     with LocalJob(work, 4, output_folder=tmp_path / "logs", keeps_survivors=True) as job:
-        assert job.wait(_TIMEOUT), "not done in time"
+        assert job.wait(TIMEOUT), "not done in time"
     assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1", "done2"]
 
 
@@ -629,7 +564,7 @@ def test_a_loss_while_a_callback_reads_the_weights(tmp_path: Path) -> None:
 
     found = train(tmp_path, (1, 3), fault, sync="decoupled")
     assert found.keys() == {0, 2}
-    check(found, (1, 3), tmp_path)
+    check(found, tmp_path)
 
 
 @pytest.mark.long

@@ -40,7 +40,14 @@ class FlatBuffer:
     moments of one parameter; they follow the `tensors` that a step adds to.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], states: Sequence[Sequence[Tensor]] = ()) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]] = (),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` raises an error if what has been read must not be used."""
+        self._check = check
         self._num_added, self._num_states = len(tensors), [len(state) for state in states]
         self._tensors = [_local(tensor) for tensor in chain(tensors, *states)]
         self.dtype = _common_dtype([tensor.dtype for tensor in self._tensors])
@@ -53,6 +60,7 @@ class FlatBuffer:
         for tensor, view in self.views(flat):
             view.copy_(tensor.detach(), non_blocking=True)
         self._finish_copies()
+        self._check()
         return flat
 
     @torch.no_grad()
@@ -112,6 +120,8 @@ class ReplicaState:
     optimizer: Optimizer
     state: OptimizerStateMode = "local"
     decoupled: bool = False  # averages arrive during the forward
+    # Raises PeerError if a step that a GPU has run lacked tensors of another stage.
+    check_received: Callable[[], None] = lambda: None
     order: list[int] = field(default_factory=list, init=False)  # of tensors in the buffer
     _trainable: list[nn.Parameter] = field(init=False)
     _last_flat: FlatBuffer = field(init=False)
@@ -148,7 +158,7 @@ class ReplicaState:
             tensors, states = tensors[:num], [[statistics] for statistics in tensors[num:]]
         if self.state == "average":
             states += optimizer_state(self.optimizer, self._trainable)
-        self._last_flat = FlatBuffer(tensors, states)
+        self._last_flat = FlatBuffer(tensors, states, self.check_received)
         return self._last_flat
 
     def merge(self, flat: Tensor, published: Tensor, mean: Tensor) -> Tensor:

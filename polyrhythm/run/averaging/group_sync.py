@@ -138,6 +138,8 @@ class GroupSync:
         _check_flush(model, decoupled)
         # A wrapper may step or not; the hooks belong to the optimizer that steps.
         self._model = ReplicaState(module, unwrapped(optimizer), state, decoupled)
+        if isinstance(model, Pipeline):
+            self._model.check_received = model.check_received
         _check_worker(module, setup, worker, process_group)
         num = NUM_SOCKETS if any(parameter.is_cuda for parameter in module.parameters()) else 1
         self._rendezvous = Rendezvous(

@@ -120,9 +120,7 @@ class Epoch:
             self._waits.add(over)
         try:
             self.check()
-            thread = threading.Thread(target=run, name="gloo", daemon=True)
-            _threads.add(thread)
-            thread.start()
+            start_thread(run, name="gloo")
             return over.result()
         finally:
             with self._lock:
@@ -153,7 +151,14 @@ def _copy_of(error: PeerError) -> PeerError:
     return PeerError(error.peer, action=error.action, waited=error.waited, cause=error.cause)
 
 
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of `Epoch.wait`
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of `start_thread`
+
+
+def start_thread(function: Callable[[], None], *, name: str) -> None:
+    """Run a function that waits in gloo or NCCL, perhaps for long after anybody waits for it."""
+    thread = threading.Thread(target=function, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
 
 
 @atexit.register

@@ -14,6 +14,8 @@ import itertools
 import os
 import struct
 import threading
+import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -23,12 +25,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors
-from polyrhythm.run.comm.epoch import current_epoch
+from polyrhythm.run.comm.epoch import current_epoch, start_thread
 from polyrhythm.run.comm.store import JobStore, Members, job_store_backend, prefixed
 from polyrhythm.types import Bytes, Seconds
 
@@ -43,9 +46,13 @@ NUM_FIRST_STEPS = 2  # others notice in the second one that the first update has
 NUM_SOCKETS = 2
 _MIN_SPLIT: Bytes = 4 * 2**20  # of a message that travels in several sockets
 _UNUSED_TAG, INTERFACES = 2**30, "GLOO_SOCKET_IFNAME"  # of the environment, as torch reads it
+_EVENT_POLL: Seconds = 2e-4
 _MAX_CLOSES = 1000  # of one connection, each after `_CLOSE_TIMEOUT`
 _CLOSE_TIMEOUT, _IN_TRANSFER = timedelta(milliseconds=1), timedelta(milliseconds=50)
 _CALL = struct.Struct("32sd")  # the name of a call, padded with zeros, and a number
+
+
+_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # groups of NCCL
 
 
 class GlooGroup(dist.ProcessGroupGloo):
@@ -244,8 +251,25 @@ def connect_pairs(
     run_bounded(connect, timeout=timeout, action="connecting over NCCL")
 
 
+def connect_all(group: dist.ProcessGroup, device: torch.device, *, timeout: Seconds) -> None:
+    """Connect all ranks of an NCCL group, which call it; raises PeerError.
+
+    The first collective would wait for ever for a rank that is lost before it: no abort ends that.
+    """
+
+    def connect() -> None:
+        torch.cuda.set_device(device)  # of this thread
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.current_stream(device).synchronize()
+
+    run_bounded(connect, timeout=timeout, action="connecting over NCCL")
+
+
 def run_bounded(function: Callable[[], None], *, timeout: Seconds, action: str) -> None:
-    """Call a function of NCCL, which may wait for ever; raises PeerError after the timeout."""
+    """Call a function of NCCL, which may wait for ever; raises PeerError after the timeout.
+
+    Also if the epoch ends before.
+    """
     done: Future[None] = Future()
 
     def run() -> None:
@@ -259,11 +283,41 @@ def run_bounded(function: Callable[[], None], *, timeout: Seconds, action: str) 
     threading.Thread(target=run, name=action, daemon=True).start()
     with peer_errors("another worker", action):
         try:
-            done.result(timeout)
+            current_epoch().wait(partial(done.result, timeout))
         except TimeoutError:
             raise PeerError(
                 "another worker", action=action, waited=timeout, cause="it does not answer"
             ) from None
+
+
+def wait_for_event(event: torch.cuda.Event, timeout: Seconds | None) -> None:
+    """Wait until the GPU has run an event; with a timeout poll, for NCCL's kernels may never end.
+
+    They wait for other workers, which may be lost: raises PeerError, also if the epoch ends.
+    """
+    if timeout is None:
+        event.synchronize()
+        return
+    start, epoch = time.monotonic(), current_epoch()
+    while not event.query():
+        epoch.check()
+        if (waited := time.monotonic() - start) > timeout:
+            cause = "kernels of NCCL still wait for it"
+            raise PeerError("another worker", action="a step", waited=waited, cause=cause)
+        time.sleep(_EVENT_POLL)
+
+
+def check_nccl(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise PeerError if kernels of these groups have ended without what they were to receive.
+
+    After an error they end as if they had received it: ask when the GPU has run them.
+    """
+    current_epoch().check()
+    for group in groups:
+        error = group.get_error()  # type: ignore[attr-defined]  # in the stub of a backend
+        if group in _aborted or error != ErrorType.SUCCESS:
+            cause = "its connection was lost"
+            raise PeerError("another worker", action="receiving over NCCL", waited=0.0, cause=cause)
 
 
 def unique_name(ranks: Sequence[int], purpose: str) -> str:
@@ -461,14 +515,17 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 def abort(group: dist.ProcessGroup) -> None:
     """Wake all threads that wait in the group, here and on peers; the group is unusable afterwards.
 
-    Of NCCL it ends the kernels that wait for a peer. Gloo's abort does nothing, but a receive that
-    times out closes all connections of its group. A receive from a lost peer fails at once and
-    closes nothing: try every peer.
+    Of NCCL another thread ends the kernels that wait for a peer: it frees memory, for which it
+    waits for all kernels, also those of groups that are aborted next. Gloo's abort does nothing,
+    but a receive that times out closes all connections of its group. A receive from a lost peer
+    fails at once and closes nothing: try every peer.
     """
     if group.name() == "nccl":
-        group.abort()
-        # Its destructor would wait for a thread of torch that may never end after an error.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if group not in _aborted:
+            _aborted.add(group)  # first: its kernels end
+            start_thread(group.abort, name="abort of NCCL")
+            # Its destructor would wait for a thread of torch that may never end after an error.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return
     # Messages that have begun get some time to arrive: a peer would wait for the rest of one until
     # its timeout, although its connection is closed, unless its epoch ends.

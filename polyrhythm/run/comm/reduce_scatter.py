@@ -26,7 +26,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from polyrhythm.errors import LaunchError, PeerError, PolicyError, peer_errors
 from polyrhythm.run.comm.epoch import current_epoch
-from polyrhythm.run.comm.process_groups import NUM_SOCKETS, abort, split_message
+from polyrhythm.run.comm.process_groups import (
+    NUM_SOCKETS,
+    abort,
+    check_nccl,
+    split_message,
+    wait_for_event,
+)
 from polyrhythm.types import AUTO, Bytes, Seconds
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
@@ -122,6 +128,12 @@ class Collectives(Protocol):
     def all_gather(self, flat: Tensor, number: int) -> Pending:
         """Gather: after the wait, `flat` contains every worker's own shard."""
 
+    def confirm(self) -> None:
+        """Return when all that was waited for and joined has arrived; raises PeerError if not.
+
+        Where a wait does not block the host, only this tells that no peer was lost meanwhile.
+        """
+
 
 class GlooCollectives:
     """Collectives made of point-to-point messages of a gloo group."""
@@ -189,6 +201,9 @@ class GlooCollectives:
         own = flat.view(self.num_workers, -1)[self.rank]
         messages, _ = self._start(flat, number, CollectivePhase.BUDDY, [own])
         return Pending(messages.wait)
+
+    def confirm(self) -> None:
+        """Do nothing: a wait ends when all has arrived."""
 
     def all_reduce_flags(self, flags: Tensor, number: int) -> Pending:
         """Reduce one float64, the first 8 bytes, by a sum, and the bytes of 0 and 1 after it by or.
@@ -372,6 +387,10 @@ class HierarchicalCollectives:
         first = self._across.all_gather(self._node_shard(flat), number)
         return _in_sequence(lambda: first, lambda: self._inside.all_gather(flat, number))
 
+    def confirm(self) -> None:
+        self._across.confirm()
+        self._inside.confirm()
+
     def _start_inside(self, flat: Tensor, number: int) -> Callable[[], Pending]:
         """Start the reduce-scatter of this node, or return how: behind the current CUDA stream."""
         if self._inside.waits_on_host:
@@ -483,6 +502,9 @@ class PinnedCollectives:
 
         own = [shards[self.rank]]
         return self._start(flat, number, CollectivePhase.BUDDY, own, finish)
+
+    def confirm(self) -> None:
+        """Do nothing: a wait ends when all has arrived in main memory."""
 
     def _start(
         self,
@@ -599,8 +621,12 @@ class NcclCollectives:
 
     waits_on_host, pinned_bytes = False, 0
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, host: GlooCollectives
+    ) -> None:
+        """`host` has the timeout of `confirm`."""
         self.rank, self.num_workers, self._group = group.rank(), group.size(), group
+        self._device, self._host = device, host
 
     def post_receives(self, flat: Tensor, number: int, phase: CollectivePhase) -> None:
         """Do nothing: NCCL posts no receives ahead."""
@@ -629,6 +655,23 @@ class NcclCollectives:
         options.asyncOp = True
         return _start(lambda: self._group._allgather_base(flat, own_shard, options))
 
+    def copy_to_buddy(self, flat: Tensor, number: int) -> Pending:
+        """Do the same as GlooCollectives, by an all-to-all in which most pairs send nothing."""
+        shards = _real(flat).view(self.num_workers, -1)
+        buddy, previous = ((self.rank + step) % self.num_workers for step in (1, -1))
+        sent, received = ([0] * self.num_workers for _ in range(2))
+        sent[buddy] = received[previous] = shards.shape[1]
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        into, own = shards[previous], shards[self.rank]
+        return _start(lambda: self._group.alltoall_base(into, own, received, sent, options))
+
+    def confirm(self) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        wait_for_event(event, self._host.timeout)
+        check_nccl([self._group])
+
     def all_reduce_sum(self, numbers: Tensor) -> None:
         """Sum `numbers` over all workers, for later work in the current stream."""
         _start(lambda: self._group.allreduce([numbers])).wait()
@@ -654,13 +697,16 @@ def _real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
+SingleLevel = GlooCollectives | PinnedCollectives | NcclCollectives  # no hierarchy
+
+
 def select_backend(
     device: torch.device,
     nccl: dist.ProcessGroup | None,
     host: GlooCollectives,
     *,
     start: Callable[[Callable[[], None]], object],
-) -> Collectives:
+) -> SingleLevel:
     """Select the collectives for buckets on `device`, the device of the parameters.
 
     `nccl` is a group that sends tensors on it over NCCL, if there is one; `host` are the
@@ -674,7 +720,9 @@ def select_backend(
             expected="parameters on the CPU, or on a CUDA device",
             fix="use DDP on other devices",
         )
-    return PinnedCollectives(host, device, start=start) if nccl is None else NcclCollectives(nccl)
+    if nccl is not None:
+        return NcclCollectives(nccl, device, host)
+    return PinnedCollectives(host, device, start=start)
 
 
 def site_of(site: str | None, device: torch.device, group: dist.ProcessGroup | None) -> str | None:

@@ -93,7 +93,9 @@ class Bucket:
         # Weights that no all-gather overwrites: the owner may send its new ones at any time.
         self.buddy_weights = self.weights[self._copied].clone()
         self.buddy_shards = list(self._make_shards(self._copied, self.buddy_weights, is_own=False))
-        self.owned_gradients = self.gradients[self._owned]  # of all shards, in one piece
+        # Of all shards, and of all copies, in one piece each.
+        self.owned_gradients = self.gradients[self._owned]
+        self.copied_gradients = self.gradients[self._copied]
         self._gradient_of = {i: self.view_of(self.gradients, i) for i in self.parameters}
         self._nbytes_of = {i: p.nbytes for i, p in self.parameters.items()}
         self.filled: set[int] = set()  # parameters whose gradients are in the buffer or waiting
@@ -154,7 +156,7 @@ class Bucket:
     def release_gradients(self) -> None:
         """Free the gradients, before other buckets replace this one."""
         empty = self.gradients.new_empty(0)
-        self.gradients = self.owned_gradients = empty
+        self.gradients = self.owned_gradients = self.copied_gradients = empty
         self.shards = [replace(shard, gradient=empty) for shard in self.shards]
         self.buddy_shards = [replace(shard, gradient=empty) for shard in self.buddy_shards]
         self._gradient_of.clear()

@@ -27,9 +27,9 @@ from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.process_groups import (
     NUM_SOCKETS,
     Replicas,
+    connect_all,
     new_gloo_group,
     new_nccl_group,
-    run_bounded,
     set_timeout,
 )
 from polyrhythm.run.comm.reduce_scatter import (
@@ -39,7 +39,7 @@ from polyrhythm.run.comm.reduce_scatter import (
     HierarchicalCollectives,
     NcclCollectives,
     Pending,
-    PinnedCollectives,
+    SingleLevel,
     select_backend,
     site_of,
 )
@@ -133,13 +133,15 @@ class ReplicaCollectives:
         self._nccl_inside = inside
         self._groups = [*groups, *self._nccl_groups]
         self.comm_thread = CommThread(self._groups, timeout=timeout)
-        self._by_hierarchy: dict[bool, Collectives] = {}
-        self._by_owners = list[GlooCollectives]()  # of buddies under a hierarchy
-        self._buddy_links: GlooCollectives | PinnedCollectives | None = None  # over them
+        self._single: SingleLevel | None = None
+        self._hierarchical: HierarchicalCollectives | None = None
+        self._by_owners: GlooCollectives | None = None  # of buddies under a hierarchy
+        self._buddy_links: SingleLevel | None = None  # over them
 
     def _new_nccl(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         made = new_nccl_group(ranks, "averaging gradients over NCCL", timeout=self._timeout)
         assert made is not None, "it is used"
+        connect_all(made, self._device, timeout=self._timeout)
         self._nccl_groups.append(made)
         return made
 
@@ -147,23 +149,19 @@ class ReplicaCollectives:
     def has_nccl(self) -> bool:
         return bool(self._nccl_groups)
 
-    def finish_on_device(self) -> None:
-        """Wait until the GPU has ended all collectives of NCCL, before their group is aborted."""
-        finish = torch.cuda.current_stream(self._device).synchronize
-        run_bounded(finish, timeout=self._timeout, action="averaging the last gradients")
-
     def set_timeout(self, timeout: Seconds) -> None:
         """Bound the waits of collectives that start from now on."""
         for group in self._groups:
             set_timeout(group, timeout)
-        for collectives in (self.control, self._host, *self._levels, *self._by_owners):
-            collectives.timeout = timeout
+        for collectives in (self.control, self._host, *self._levels, self._by_owners):
+            if collectives is not None:
+                collectives.timeout = timeout
         self.comm_thread.timeout = timeout
 
     @property
     def pinned_bytes(self) -> Bytes:
-        found = [*self._by_hierarchy.values(), *([self._buddy_links] if self._buddy_links else [])]
-        return sum(collectives.pinned_bytes for collectives in found)
+        found = self._single, self._hierarchical, self._buddy_links
+        return sum(each.pinned_bytes for each in found if each is not None)
 
     @property
     def has_hierarchy(self) -> bool:
@@ -178,40 +176,32 @@ class ReplicaCollectives:
 
     def get(self, *, hierarchical: bool) -> Collectives:
         """Return the collectives for the device of the parameters."""
-        if hierarchical not in self._by_hierarchy:
-            assert self._levels or not hierarchical, "such modes need a hierarchy"
-            levels = [(self._host, self._nccl)]
-            if hierarchical:
-                levels = list(zip(self._levels, (self._nccl_inside, None), strict=True))
-            found = [
-                select_backend(self._device, nccl, host, start=self.comm_thread.start)
-                for host, nccl in levels
-            ]
-            self._by_hierarchy[hierarchical] = (
-                HierarchicalCollectives(*found) if hierarchical else found[0]
-            )
-        return self._by_hierarchy[hierarchical]
-
-    @property
-    def has_buddy_links(self) -> bool:
-        """Whether shards can be copied to buddies: not where NCCL connects all replicas."""
-        return self._nccl is None and self.control.num_workers > 1
-
-    def buddy_links(self, *, hierarchical: bool) -> "GlooCollectives | PinnedCollectives":
-        """Return the collectives that copy shards to buddies: the next shard's owners."""
-        assert self.has_buddy_links, "its user asks before"
         if not hierarchical:
-            found = self.get(hierarchical=False)
-        elif self._buddy_links is not None:
-            found = self._buddy_links
-        else:  # owner and buddy are on two nodes, of which each level connects only some workers
-            host = self._host.with_owners(self.shard_owners(hierarchical=True))
-            self._by_owners.append(host)
-            found = select_backend(self._device, None, host, start=self.comm_thread.start)
-            assert isinstance(found, GlooCollectives | PinnedCollectives), "it is without NCCL"
-            self._buddy_links = found
-        assert isinstance(found, GlooCollectives | PinnedCollectives), "it is without NCCL"
-        return found
+            return self._get_single()
+        if self._hierarchical is None:
+            inside, across = self._levels
+            self._hierarchical = HierarchicalCollectives(
+                self._select(inside, self._nccl_inside), self._select(across)
+            )
+        return self._hierarchical
+
+    def buddy_links(self, *, hierarchical: bool) -> SingleLevel:
+        """Return the collectives that copy shards to buddies: the next shard's owners."""
+        if not hierarchical:
+            return self._get_single()
+        if self._by_owners is None or self._buddy_links is None:
+            # Owner and buddy are on two nodes, of which each level connects only some workers.
+            self._by_owners = self._host.with_owners(self.shard_owners(hierarchical=True))
+            self._buddy_links = self._select(self._by_owners)
+        return self._buddy_links
+
+    def _get_single(self) -> SingleLevel:
+        if self._single is None:
+            self._single = self._select(self._host, self._nccl)
+        return self._single
+
+    def _select(self, host: GlooCollectives, nccl: dist.ProcessGroup | None = None) -> SingleLevel:
+        return select_backend(self._device, nccl, host, start=self.comm_thread.start)
 
 
 class GradientPhase(Enum):
@@ -251,9 +241,10 @@ class GradientSync:
         self._is_loss_scaled, self._skips_on_device = is_loss_scaled, skips_on_device
         self._tied = [parameters[index] for index in tied]
         self._control, self._comm_thread = replicas.control, replicas.comm_thread
+        self._has_nccl = replicas.has_nccl
         self.buckets: list[Bucket] = []
         self.collectives: Collectives  # of the buckets
-        self._buddy_links: GlooCollectives | PinnedCollectives | None = None  # to copy shards
+        self._buddy_links: SingleLevel | None = None  # to copy shards
         self.is_all_reduce = False
         self._bucket_of: dict[int, Bucket] = {}  # by index of a parameter
         self._unbucketed: dict[int, Tensor] = {}  # gradients of the first backward
@@ -279,6 +270,7 @@ class GradientSync:
         self._weight_copies: dict[int, Callable[[], bool]] = {}
         # Buckets in which weights that other workers own may be of two steps: they are arriving.
         self._incomplete = set[int]()
+        self._is_unconfirmed = False  # weights of NCCL may be: the host does not know
         self._weight_error: PeerError | None = None  # of a gather that could not start
         self._unsent: list[Bucket] = []  # buckets still to reduce; the next one is the last
         self._reduce_scatters: list[Pending] = []
@@ -321,7 +313,7 @@ class GradientSync:
 
     def held_weights_of(self, shard: ParameterShard) -> Tensor:
         """View the weights after the last update, whether those of other workers have arrived."""
-        if not shard.is_own and self._bucket_of[shard.index].number in self._incomplete:
+        if not shard.is_own and not self._is_complete(self._bucket_of[shard.index]):
             return shard.parameter.detach()
         return self.weights_of(shard.index, shard.start, shard.stop)
 
@@ -331,7 +323,7 @@ class GradientSync:
         collectives: Collectives,
         *,
         all_reduce: bool,
-        buddy_links: GlooCollectives | PinnedCollectives | None = None,
+        buddy_links: SingleLevel | None = None,
     ) -> list[Bucket]:
         """Replace the buckets, with no collective in flight; return the old ones, without memory.
 
@@ -504,8 +496,11 @@ class GradientSync:
     def copy_buddy_weights(self) -> None:
         """Give copies the weights before the update, unless new ones may be arriving."""
         for bucket in self.buckets:
-            if bucket.buddy_shards and bucket.number not in self._incomplete:
+            if bucket.buddy_shards and self._is_complete(bucket):
                 bucket.copy_buddy_weights()
+
+    def _is_complete(self, bucket: Bucket) -> bool:
+        return not self._is_unconfirmed and bucket.number not in self._incomplete
 
     def gather_weights(self) -> None:
         """Start to gather the updated weights; skip late buckets that no worker has used.
@@ -513,6 +508,7 @@ class GradientSync:
         The next wait for parameters raises the error of a lost worker.
         """
         self.mark_incomplete()
+        self._is_unconfirmed = self._has_nccl
         if self._weight_error is not None:
             return
         try:
@@ -554,6 +550,12 @@ class GradientSync:
 
     def wait_for_all(self) -> None:
         self.wait_for_parameters(range(len(self._parameters)))
+
+    def confirm(self) -> None:
+        """Return when all that was waited for has arrived, also over NCCL; or raise PeerError."""
+        if self._has_nccl:
+            self.collectives.confirm()
+            self._is_unconfirmed = False
 
     def pop_timings(self) -> tuple[Seconds, Seconds]:
         """Return and reset the time that training waited and the longest exchange.
@@ -667,7 +669,8 @@ class GradientSync:
         is_skipped = False
         if isinstance(self.collectives, NcclCollectives):
             for bucket in self.buckets:
-                bucket.owned_gradients.masked_fill_(flag, 0.0)
+                for held in (bucket.owned_gradients, bucket.copied_gradients):
+                    held.masked_fill_(flag, 0.0)
         else:
             is_skipped = bool(bad)
         for shard in self.held_shards:
@@ -792,6 +795,9 @@ class GradientSync:
             self._reduce_scatters.append(pending)
             if bucket.is_all_reduce:
                 gather()
+            elif self._buddy_links is not None:
+                copied = self._buddy_links.copy_to_buddy(bucket.gradients, bucket.number)
+                self._buddy_copies.append(copied)
 
 
 def _sum(flat: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ class DistributedOptimizer(Optimizer):
             worker=None if stage is None else stage.worker,
         )
         self._num_steps, self.commit = 0, commit
-        self._has_buddies = buddy and self._collectives.has_buddy_links
+        self._has_buddies = buddy and self._replicas.num_workers > 1
         settings = {"bucket_bytes": bucket_bytes, "mode": mode, "buddy": buddy}
         check_consistent(self._replicas, optimizer, self._names, settings, _CONSTRUCTOR)
         if not for_reshard:
@@ -324,7 +324,7 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def has_buddies(self) -> bool:
-        """Whether the loss of one worker loses no state; not where NCCL connects all workers."""
+        """Whether the loss of one worker loses no state."""
         return self._has_buddies
 
     @property
@@ -385,6 +385,8 @@ class DistributedOptimizer(Optimizer):
         if self.commit is not None:
             self.prepare_step()
             self.commit()
+        elif self._has_buddies and self._collectives.has_nccl:
+            self.prepare_step()
         elif not self.is_prepared:
             self._check_step()
             self._gradient_sync.post_weight_receives()  # other workers may be ahead
@@ -409,6 +411,7 @@ class DistributedOptimizer(Optimizer):
             self._check_step()
             self._gradient_sync.wait_for_all()  # the weights of the step before
             self._average_first()
+            self._gradient_sync.confirm()
             self._gradient_sync.is_prepared = True
 
     def _check_step(self) -> None:
@@ -525,8 +528,12 @@ class DistributedOptimizer(Optimizer):
         return 1 if self._gradient_sync.is_all_reduce else self._replicas.num_workers
 
     def synchronize(self) -> None:
-        """Wait until this worker has all parameters of the last step."""
+        """Wait until this worker has all parameters of the last step; with NCCL for the GPU, too.
+
+        Raises PeerError if they have not come: another worker is lost.
+        """
         self._gradient_sync.wait_for_all()
+        self._gradient_sync.confirm()
 
     def pop_stats(self) -> AverageTimings:
         """Return, since the last call, the wait of training and the longest exchange, over gloo.
@@ -554,7 +561,7 @@ class DistributedOptimizer(Optimizer):
             future: Future[dict[str, Any]] = Future()
             future.set_result(self.state_dict())
             return future
-        self.synchronize()
+        self._gradient_sync.wait_for_all()
         buckets = list(self._gradient_sync.buckets)
         groups = self.whole_param_groups
         if self._current.background is None:
@@ -733,7 +740,6 @@ class DistributedOptimizer(Optimizer):
             self.synchronize()
             self._gradient_sync.finish_flags()
             if self._collectives.has_nccl:
-                self._collectives.finish_on_device()
                 self._gradient_sync.warn_of_non_finite()
                 # An abort drops what NCCL has taken from this GPU and not yet sent to another.
                 with contextlib.suppress(PeerError):  # a worker that is lost needs nothing

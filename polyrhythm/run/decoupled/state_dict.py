@@ -250,6 +250,7 @@ def _gather(
         gathered = collectives.all_gather(flat, bucket.number)
         gathered.wait()
         gathered.join()
+        collectives.confirm()
     return flat
 
 

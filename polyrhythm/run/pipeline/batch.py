@@ -8,7 +8,6 @@ smaller. The Trainer passes micro-batches that are separate already, each padded
 
 import functools
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from polyrhythm.errors import PeerError, ScheduleError
+from polyrhythm.errors import ScheduleError
+from polyrhythm.run.comm.process_groups import wait_for_event
 from polyrhythm.run.pipeline.loss import Count, as_count
 from polyrhythm.run.pipeline.microbatch import (
     ArgumentTree,
@@ -33,7 +33,6 @@ from polyrhythm.types import Seconds
 
 # A hash of the first stage's inputs: messages of one kind have equal layouts on every stage.
 MicrobatchKind = int
-_EVENT_POLL: Seconds = 2e-4
 
 
 class BatchSlice(msgspec.Struct, frozen=True):
@@ -378,22 +377,6 @@ class HostCopy:
             v if not isinstance(v, Tensor) else v.item() if v.is_cpu else next(copied)
             for v in self._values
         ]
-
-
-def wait_for_event(event: torch.cuda.Event, timeout: Seconds | None) -> None:
-    """Wait until the GPU has run an event; with a timeout poll, for NCCL's kernels may never end.
-
-    They wait for other workers, which may be lost.
-    """
-    if timeout is None:
-        event.synchronize()
-        return
-    start = time.monotonic()
-    while not event.query():
-        if (waited := time.monotonic() - start) > timeout:
-            cause = "kernels of NCCL still wait for it"
-            raise PeerError("another worker", action="a step", waited=waited, cause=cause)
-        time.sleep(_EVENT_POLL)
 
 
 def _local(value: Tensor | float) -> Tensor | float:

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from polyrhythm.errors import ScheduleError
+from polyrhythm.run.comm.process_groups import wait_for_event
 from polyrhythm.run.emulated_compute import EmulatedCompute
 from polyrhythm.run.pipeline.autotune import ClockOffset
-from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind, wait_for_event
+from polyrhythm.run.pipeline.batch import Batch, BatchHeader, MicrobatchKind
 from polyrhythm.run.pipeline.loss import (
     NOT_COUNTED,
     AuxiliaryLosses,

@@ -702,6 +702,14 @@ class Pipeline:
             if p.grad is not None and not (skipped and p in skipped)
         ]
 
+    def check_received(self) -> None:
+        """Raise PeerError if a stage was lost before all of its last tensors had come.
+
+        Over NCCL a GPU computes on with what there is: call it when the GPU has run the batch.
+        """
+        if self._connections is not None:
+            self._connections.check_received()
+
     def norm_over_stages(self, norm: Tensor, norm_type: float) -> Tensor:
         """Combine this stage's norm with those of all other stages, which call this, too."""
         total = norm.double() if norm_type == math.inf else norm.double() ** norm_type

@@ -54,6 +54,7 @@ from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import (
     abort,
     all_gather,
+    check_nccl,
     connect_pairs,
     new_gloo_group,
     new_nccl_group,
@@ -845,6 +846,10 @@ class Connections:
         self._wait_for_data()
         for outbox in self._outboxes:
             outbox.drain(self.step_timeout)
+
+    def check_received(self) -> None:
+        """Raise PeerError if a message over NCCL may not have come whole; the GPU has run all."""
+        check_nccl(self._nccl_groups)
 
     def close(self) -> None:
         """End the threads; no message may be in flight, except headers."""

@@ -1104,6 +1104,7 @@ class Phase:
     def _commit(self) -> None:
         elastic = self._context.elastic
         assert elastic is not None, "otherwise each update is made"
+        self._context.pipeline.check_received()
         self._fit.why_epoch_ends = why = elastic.commit()
         self._fit.committed = self._number
         if elastic.ends_job:
