@@ -1,0 +1,76 @@
+"""A replica on a GPU is lost: how long the others need until they have completed the next step.
+
+Three replicas share the GPU, in `decoupled` over NCCL: the groups of NCCL are aborted and made
+again, and the lost shard comes from its copy.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import polyrhythm as pr
+from benchmarks.gpu.model import DEVICE, TINY, RandomTokens, Size, adamw, gpt, loss_fn
+from benchmarks.gpu.ranks import TIMEOUT, use_nccl
+from polyrhythm.run.comm.launch import DistContext, LocalJob
+
+_NUM_REPLICAS, _NUM_STEPS, _KILLED_AT, _VICTIM = 3, 40, 20, 1
+_BATCH = 12  # sequences
+
+
+def measure(size: Size, *, quick: bool) -> dict[str, float]:
+    """Return the seconds from a SIGKILL to the next step of all survivors, and a usual step."""
+    if quick:
+        size = TINY
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def work(ctx: DistContext) -> None:
+            _train(ctx, size, folder / f"{ctx.rank}.txt")
+
+        job = LocalJob(work, _NUM_REPLICAS, output_folder=folder / "logs", keeps_survivors=True)
+        with job:
+            if not job.wait(TIMEOUT):
+                raise RuntimeError(f"the survivors are not done after {TIMEOUT:g} s")
+        times = [_read(folder / f"{rank}.txt") for rank in range(_NUM_REPLICAS)]
+    killed_at = times.pop(_VICTIM)[-1]
+    usual = sorted(b - a for a, b in zip(times[0][5:_KILLED_AT], times[0][6:], strict=False))
+    # Metrics of a step arrive when it is over on all workers.
+    recovered = max(min(t for t in each if t > killed_at) for each in times)
+    if any(len(each) != _NUM_STEPS for each in times):
+        raise RuntimeError("a survivor has not made all steps, once each")
+    return {
+        "nccl_recover_s": recovered - killed_at,
+        "nccl_recover_step_ms": 1000 * usual[len(usual) // 2],
+    }
+
+
+def _read(path: Path) -> list[float]:
+    return [float(line) for line in path.read_text().split()]
+
+
+def _train(ctx: DistContext, size: Size, path: Path) -> None:
+    use_nccl(ctx)
+    with path.open("w", buffering=1) as written:
+
+        def note(info: pr.StepInfo) -> None:
+            written.write(f"{time.monotonic()}\n")
+            if (ctx.rank, info.step) == (_VICTIM, _KILLED_AT):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with pr.Trainer(
+            gpt(size).cpu(),
+            loss_fn,
+            adamw,
+            RandomTokens(size, _BATCH * _NUM_STEPS),
+            batch_size=_BATCH,
+            microbatch_size=_BATCH // _NUM_REPLICAS // 2,
+            sync="decoupled",
+            device=pr.DeviceConfig(DEVICE, autocast=torch.bfloat16, backend="nccl"),
+            data=pr.DataConfig(shuffle=False),
+            timeout=TIMEOUT,
+        ) as trainer:
+            trainer.fit(max_steps=_NUM_STEPS, progress=False, callbacks=[note])
