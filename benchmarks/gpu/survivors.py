@@ -6,8 +6,10 @@ again, and the lost shard comes from its copy.
 
 import os
 import signal
+import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -22,7 +24,10 @@ _BATCH = 12  # sequences
 
 
 def measure(size: Size, *, quick: bool) -> dict[str, float]:
-    """Return the seconds from a SIGKILL to the next step of all survivors, and a usual step."""
+    """Return the longest time between two steps of a survivor, about a SIGKILL, and the usual one.
+
+    A step is over when its metrics have come: a survivor may have them of one more before.
+    """
     if quick:
         size = TINY
     with tempfile.TemporaryDirectory() as name:
@@ -36,15 +41,13 @@ def measure(size: Size, *, quick: bool) -> dict[str, float]:
             if not job.wait(TIMEOUT):
                 raise RuntimeError(f"the survivors are not done after {TIMEOUT:g} s")
         times = [_read(folder / f"{rank}.txt") for rank in range(_NUM_REPLICAS)]
-    killed_at = times.pop(_VICTIM)[-1]
-    usual = sorted(b - a for a, b in zip(times[0][5:_KILLED_AT], times[0][6:], strict=False))
-    # Metrics of a step arrive when it is over on all workers.
-    recovered = max(min(t for t in each if t > killed_at) for each in times)
+    del times[_VICTIM]
     if any(len(each) != _NUM_STEPS for each in times):
         raise RuntimeError("a survivor has not made all steps, once each")
+    gaps = [[b - a for a, b in pairwise(each)] for each in times]
     return {
-        "nccl_recover_s": recovered - killed_at,
-        "nccl_recover_step_ms": 1000 * usual[len(usual) // 2],
+        "nccl_recover_s": max(max(each[_KILLED_AT:]) for each in gaps),
+        "nccl_recover_step_ms": 1000 * statistics.median(gaps[0][5:_KILLED_AT]),
     }
 
 
