@@ -58,7 +58,7 @@ def _part(expected: Seconds, measure: Callable[..., dict[str, float]]) -> Part:
     return Part(measure, expected, 60.0 + 2 * expected)
 
 
-_PARTS = {  # 497 s in all
+_PARTS = {  # 496 s in all
     "plain_350m": _part(52, partial(single.measure, "plain_350m", GPT_350M)),
     "plain_350m_compiled": _part(
         46, partial(single.measure, "plain_350m_compiled", GPT_350M, compiled=True, num_rounds=2)
@@ -67,8 +67,9 @@ _PARTS = {  # 497 s in all
     "pipeline_1stage": _part(34, partial(single.measure_pipeline, GPT_350M)),
     "gloo_30m": _part(34, partial(replicas.measure_gloo_trainer, GPT_30M)),
     "gloo_350m": _part(38, partial(replicas.measure_gloo_loop, GPT_350M)),
-    "nccl_350m": _part(65, partial(replicas.measure_nccl, GPT_350M)),
-    "nccl_recover": _part(25, partial(survivors.measure, GPT_30M)),
+    "nccl_350m": _part(50, partial(replicas.measure_nccl, GPT_350M)),
+    "nccl_copies_350m": _part(27, partial(replicas.measure_copies, GPT_350M)),
+    "nccl_recover": _part(12, partial(survivors.measure, GPT_30M)),
     "nccl_pipeline": _part(36, partial(stages.measure, GPT_350M)),
     "overlap": _part(38, partial(averaging.measure_overlap, GPT_350M)),
     "host_syncs": _part(13, partial(syncs.measure, GPT_350M)),
