@@ -38,6 +38,8 @@ def train(
     eval_every: int | None = None,
     timeouts: LossTimeouts | None = None,
     limit: Seconds = TIMEOUT,
+    num_steps: int = NUM_STEPS,
+    restarts: bool = False,
     **more: Any,
 ) -> dict[int, Found]:
     """Train stages x pipelines; return what the processes that were left have found, by rank."""
@@ -47,7 +49,7 @@ def train(
         callback = fault(ctx)
         with trainer(plan, **more) as made:
             fitted = made.fit(
-                max_steps=NUM_STEPS,
+                max_steps=num_steps,
                 callbacks=[] if callback is None else [callback],
                 progress=False,
                 eval_every=eval_every,
@@ -59,7 +61,14 @@ def train(
 
     folder.mkdir(exist_ok=True)
     logs, num = folder / "logs", plan.num_workers
-    with LocalJob(work, num, output_folder=logs, keeps_survivors=True, timeouts=timeouts) as job:
+    with LocalJob(
+        work,
+        num,
+        output_folder=logs,
+        keeps_survivors=True,
+        restarts=restarts,
+        timeouts=timeouts,
+    ) as job:
         assert job.wait(limit), "not done in time"
     paths = {rank: folder / f"found{rank}.pt" for rank in range(num)}
     return {rank: Found(*torch.load(path)) for rank, path in paths.items() if path.exists()}

@@ -34,6 +34,7 @@ from polyrhythm.errors import LaunchError, PeerError, WorkerError, peer_errors
 from polyrhythm.processes import (
     BAD_INPUT,
     FAILED_ALONE,
+    FENCED,
     INTERRUPTED,
     PEER_LOST,
     TERMINATED,
@@ -70,6 +71,7 @@ class DistContext:
     keys: WorkerKeys | None = None  # local jobs: for the connections of workers with each other
     coordinator: CoordinatorAccess | None = None  # of the job's epochs; jobs of 2 or more
     keeps_survivors: bool = False  # the launcher lets the others go on after a loss
+    incarnation: int = 0  # the number of processes that have had this rank in the job before
     store: Store | None = None  # the store of the job, after a rendezvous
 
     @classmethod
@@ -182,6 +184,8 @@ class DistContext:
             _open_stores.append(store)
         # A store outlives a rendezvous: keys of an earlier one are stale.
         name = "polyrhythm/rendezvous"
+        if self.incarnation:  # a running job, which goes on after losses since its first one
+            return PrefixStore(f"{name} 0", store)
         return PrefixStore(f"{name} {count_rounds(store, name, self.world_size)}", store)
 
 
@@ -256,6 +260,10 @@ _LEAVING = {TERMINATED, INTERRUPTED}  # exit statuses after a request to stop
 # By exit status: until it is known that others go on without a worker.
 _LINE_DELAYS: dict[int, Seconds] = {FAILED_ALONE: 2.0, TERMINATED: 0.5, INTERRUPTED: 0.5}
 _STOPPED_STATUSES = {*_LEAVING, PEER_LOST}
+_RESTARTED = {FENCED, FAILED_ALONE}  # not those that were asked to leave
+_FIRST_DELAY: Seconds = 1.0  # of a restart
+_LONGEST_DELAY: Seconds = 60.0
+_SHORT_LIFE: Seconds = 60.0  # of a worker that waits longer the next time
 _contexts: list[DistContext] = []  # the context that this process's launcher gave it
 
 
@@ -290,6 +298,7 @@ class LocalJob:
         name: Callable[[int], str] = "worker of rank {}".format,
         shown_ranks: Collection[int] = (),
         keeps_survivors: bool = False,
+        restarts: bool = False,
         timeouts: LossTimeouts | None = None,
     ) -> None:
         """`name` maps a rank to the worker's name in error messages.
@@ -304,12 +313,20 @@ class LocalJob:
         same everywhere. Then the WorkerError is that of the first worker with an error of its own;
         else, if the others have only lost peers, or all are lost, that of the last loss. After
         `request_stop` no loss is accepted.
+        With `restarts` a worker that is lost is started again, and joins the others, unless it was
+        asked to leave. One that fails then, in any way, is lost again: each time soon after its
+        start it waits twice as long, up to a minute.
         `timeouts` are the coordinator's; its events go to `membership.jsonl` of the folder.
         """
+        assert keeps_survivors or not restarts, "a job ends with its first loss otherwise"
+        self._restarts, self._incarnations = restarts, [0] * num_workers
+        self._started_at, self._delays = [0.0] * num_workers, [0.0] * num_workers
+        self._restart_at: dict[int, Seconds] = {}  # lost ranks
         self._shown_ranks = shown_ranks
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
         self._name, self._keeps_survivors, self._timeouts = name, keeps_survivors, timeouts
-        self._workers: list[Child] = []
+        self._workers: list[Child] = []  # by rank, the last one of each
+        self._keys: list[WorkerKeys] = []
         self._coordinator: JobCoordinator | None = None
         self._lost: list[int] = []  # ranks, in the order in which their ends were noticed
         self._failures: list[int] = []  # ranks of the other failures, in the same order
@@ -318,7 +335,7 @@ class LocalJob:
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            keys = WorkerKeys.for_job(self._num_workers)
+            keys = self._keys = WorkerKeys.for_job(self._num_workers)
             if self._num_workers > 1:
                 log = self._folder / "membership.jsonl"
                 log.unlink(missing_ok=True)  # of an earlier job
@@ -328,14 +345,15 @@ class LocalJob:
                     log=log if self._keeps_survivors else None,
                     timeouts=self._timeouts,
                 )
-            for rank, worker_keys in enumerate(keys):
-                self._start(rank, worker_keys)
+            for rank in range(self._num_workers):
+                self._workers.append(self._start(rank))
         except BaseException:  # Ctrl-C, or the limit of processes is reached
             self._end()
             raise
         return self
 
-    def _start(self, rank: int, keys: WorkerKeys) -> None:
+    def _start(self, rank: int) -> Child:
+        keys, incarnation = self._keys[rank], self._incarnations[rank]
         ctx = DistContext(
             rank=rank,
             world_size=self._num_workers,
@@ -343,6 +361,7 @@ class LocalJob:
             is_local=True,
             keys=keys,
             keeps_survivors=self._keeps_survivors,
+            incarnation=incarnation,
         )
         if self._coordinator is not None:
             ctx = replace(
@@ -350,13 +369,16 @@ class LocalJob:
                 store_address=self._coordinator.store_address,
                 coordinator=self._coordinator.access(keys.client),
             )
-        output = None if rank in self._shown_ranks else self._folder / f"rank{rank}.log"
+        name = f"rank{rank}.{incarnation}.log" if incarnation else f"rank{rank}.log"
+        output = None if rank in self._shown_ranks else self._folder / name
         work, keeps_failure = partial(_run, self._work, ctx), bool(self._shown_ranks)
-        self._workers.append(Child(work, output=output, keeps_failure=keeps_failure))
+        self._started_at[rank] = time.monotonic()
+        return Child(work, output=output, keeps_failure=keeps_failure)
 
     def request_stop(self, notice: signal.Signals = signal.SIGTERM) -> None:
         """Send a signal to every worker, which may then save a checkpoint: call `wait` next."""
-        self._keeps_survivors = False
+        self._keeps_survivors = self._restarts = False
+        self._restart_at.clear()
         for worker in self._workers:
             if worker.status is None:
                 os.kill(worker.pid, notice)
@@ -370,11 +392,12 @@ class LocalJob:
         try:
             while any(worker.status is None for worker in self._workers):
                 self._raise_failure()
-                if (remaining := deadline - time.monotonic()) <= 0:
+                if time.monotonic() >= deadline:
                     break
                 self._show_due_lines()
-                next_lines = (at - time.monotonic() for at, *_ in self._lines)
-                wait_for_any(self._workers, min([remaining, *next_lines]))
+                self._restart_due()
+                due = [*(at for at, *_ in self._lines), *self._restart_at.values(), deadline]
+                wait_for_any(self._workers, min(due) - time.monotonic())
             self._raise_failure()
         except WorkerError as error:
             self._print_lines([each for each in self._lines if each[1] != error.rank])
@@ -417,7 +440,8 @@ class LocalJob:
             if worker.status and rank not in self._lost
         }
         if self._keeps_survivors:
-            for rank in [rank for rank, status in failed.items() if is_loss(status)]:
+            lost = (r for r, status in failed.items() if is_loss(status) or self._incarnations[r])
+            for rank in [*lost]:
                 self._accept_loss(rank)
                 del failed[rank]
             if len(self._lost) == self._num_workers:
@@ -429,16 +453,37 @@ class LocalJob:
         self._lost.append(rank)
         worker, reason = self._workers[rank], self._reason(rank)
         if self._coordinator is not None:
-            self._coordinator.report_exit(rank, f"it {reason.splitlines()[0]}")
+            why, incarnation = f"it {reason.splitlines()[0]}", self._incarnations[rank]
+            self._coordinator.report_exit(rank, why, incarnation=incarnation)
         worker.signal(signal.SIGKILL)  # the processes that it has started
         if any(other.status is None for other in self._workers):
             first, *rest = reason.splitlines()
             line = f"{self._name(rank)} {first}: the others go on{self._output_of_others(rank)}"
+            line += self._plan_restart(rank)
             # An error is shown once: here, or at the end of a job that cannot go on without it. Of
             # a worker that leaves at the end of a job, or with all others, nothing is to be said.
             delay = _LINE_DELAYS.get(worker.status or 0, 0.0)
             self._lines.append((time.monotonic() + delay, rank, "\n".join([line, *rest])))
             self._show_due_lines()
+
+    def _plan_restart(self, rank: int) -> str:
+        """Start a lost worker again, after a while; return what to say of it."""
+        status = self._workers[rank].status or 0
+        if not (self._restarts and (status < 0 or status in _RESTARTED)):
+            return ""
+        was_short = time.monotonic() - self._started_at[rank] < _SHORT_LIFE
+        delay = min(_LONGEST_DELAY, 2 * self._delays[rank]) if was_short else 0.0
+        self._delays[rank] = max(delay, _FIRST_DELAY)
+        self._restart_at[rank] = time.monotonic() + self._delays[rank]
+        return f"; it is started again in {self._delays[rank]:g} s"
+
+    def _restart_due(self) -> None:
+        now = time.monotonic()
+        for rank in [rank for rank, at in self._restart_at.items() if at <= now]:
+            del self._restart_at[rank]
+            self._incarnations[rank] += 1
+            self._lost.remove(rank)
+            self._workers[rank] = self._start(rank)
 
     def _show_due_lines(self) -> None:
         """Show lines on losses that are due, and all that are left when the job is over."""

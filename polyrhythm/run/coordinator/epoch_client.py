@@ -44,6 +44,7 @@ from polyrhythm.sync.epochs import (
     Fenced,
     Finish,
     Member,
+    TrainInGroups,
     Unreachable,
     Vote,
 )
@@ -109,6 +110,7 @@ class EpochClient:
         self._await: Await | None = None  # until the next epoch begins
         self._vote: Vote | None = None  # until it is committed, or the epoch has ended
         self._depart: Depart | None = None
+        self._in_groups: TrainInGroups | None = None  # in the current epoch
         self._host: HostGroups | None = None  # until it is answered
         self._hosted: dict[str, GroupsHosted] = {}  # the answer to it, by name
         self._error: Exception | None = None
@@ -142,6 +144,11 @@ class EpochClient:
         """Raise PeerError if the current epoch has ended, or this process has lost its job."""
         with self._changed:
             self._raise_if_over(action, time.monotonic())
+
+    def check_member(self) -> None:
+        """Raise the error if this process is no member any more, or has lost the coordinator."""
+        with self._changed:
+            self._raise_error()
 
     def next_epoch(self, why: str, timeout: Seconds | None) -> Begin:
         """Wait for the next epoch. `why` the current one ends for all members, if it still runs.
@@ -192,6 +199,12 @@ class EpochClient:
         with self._changed:
             self._depart = Depart(*self._key, why[:_MAX_TEXT], without_commit)
             self._submit(self._depart)
+
+    def train_in_groups(self) -> None:
+        """From now on nobody votes in this epoch: it ends soon if a process joins."""
+        with self._changed:
+            self._in_groups = TrainInGroups(*self._key, self.epoch)
+            self._submit(self._in_groups)
 
     def host_groups(
         self,
@@ -332,10 +345,11 @@ class EpochClient:
 
     def _handle(self, command: ToMember) -> None:
         match command:
-            case Begin() if command.epoch > self.epoch:
+            # A candidate that does not await it yet has no part in it.
+            case Begin() if command.epoch > self.epoch and self._key[0] in command.members:
                 with self._changed:
                     self._begin, self._committed, self._ended = command, None, ""
-                    self._end = None
+                    self._end = self._in_groups = None
                     self._await = self._vote = None
                     self._changed.notify_all()
             case Committed() if command.epoch == self.epoch and not self._ended:
@@ -382,7 +396,14 @@ class EpochClient:
 
     def _resend(self) -> None:
         with self._changed:
-            unanswered = [self._enroll, self._depart, self._vote, self._host, self._await]
+            unanswered = [
+                self._enroll,
+                self._depart,
+                self._vote,
+                self._in_groups,
+                self._host,
+                self._await,
+            ]
         for message in unanswered:
             if message is not None:
                 self._socket.send(self._encode(message))

@@ -42,6 +42,7 @@ from polyrhythm.sync.epochs import (
     Lost,
     Member,
     Tick,
+    TrainInGroups,
     Unreachable,
     Vote,
 )
@@ -101,7 +102,17 @@ class GroupsHosted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why: str = ""
 
 
-FromMember = Enroll | Await | Vote | Depart | Unreachable | Finish | HostGroups | MemberHeartbeat
+FromMember = (
+    Enroll
+    | Await
+    | Vote
+    | TrainInGroups
+    | Depart
+    | Unreachable
+    | Finish
+    | HostGroups
+    | MemberHeartbeat
+)
 ToMember = Begin | End | Committed | Fenced | GroupsHosted | MemberHeartbeat | ServiceEnded
 _LOGGED = (Enroll, Depart, Unreachable, Finish, Lost, Begin, End, Fenced)
 
@@ -233,7 +244,7 @@ class EpochServer:
         self._current: dict[type[Command], bytes] = {}
         self._suspects: dict[_Key, Seconds] = {}  # processes to check, and when
         self._exits: dict[_Key, str] = {}  # suspects that have ended, and why
-        self._reports: deque[tuple[Member, str]] = deque()
+        self._reports: deque[tuple[_Key, str]] = deque()
         self._heartbeat_check_at: Seconds = math.inf
         self._last_run_at = time.monotonic()
         self._stop, self._ended = threading.Event(), threading.Event()
@@ -253,9 +264,9 @@ class EpochServer:
         """Whether all members have finished or are lost."""
         return self.epochs.is_over
 
-    def report_exit(self, member: Member, why: str) -> None:
+    def report_exit(self, member: Member, why: str, *, incarnation: int = 0) -> None:
         """Report that the process of a member has ended. Any thread may call this."""
-        self._reports.append((member, why))
+        self._reports.append(((member, incarnation), why))
         self._socket.wake()
 
     def serve(self, stop_event: threading.Event) -> None:
@@ -453,13 +464,11 @@ class EpochServer:
 
     def _read_reports(self, now: Seconds) -> None:
         while self._reports:
-            member, why = self._reports.popleft()
-            record = self.epochs.present.get(member)
-            if record is None:
-                self._step(Lost(member, 0, why, now))
-            else:
-                key = member, record.incarnation
+            key, why = self._reports.popleft()
+            if self.epochs.is_member(*key):
                 self._exits[key], self._suspects[key] = why, now + _EXIT_DELAY
+            else:
+                self._step(Lost(*key, why, now))
 
     def _suspect_closed(self, now: Seconds) -> None:
         """Schedule a check of the connections whose file descriptors have closed.

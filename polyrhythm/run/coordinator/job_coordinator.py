@@ -45,6 +45,7 @@ class _Exit(msgspec.Struct, frozen=True):
 
     member: Member
     why: str
+    incarnation: int = 0
 
 
 class LabHost(NamedTuple):
@@ -100,10 +101,11 @@ class JobCoordinator:
         keys = ClientKeys(client, self._keys.public)
         return CoordinatorAccess(self._address, keys, self._timeouts)
 
-    def report_exit(self, member: Member, why: str) -> None:
+    def report_exit(self, member: Member, why: str, *, incarnation: int = 0) -> None:
         """Report that the process of a worker has ended; without it the others notice later."""
+        report = _Exit(member, why, incarnation)
         with contextlib.suppress(OSError):  # the coordinator has ended
-            self._reports.sendall(msgspec.json.encode(_Exit(member, why)) + b"\n")
+            self._reports.sendall(msgspec.json.encode(report) + b"\n")
 
     def close(self) -> None:
         """Close the launcher's sockets; the process must have ended."""
@@ -239,7 +241,7 @@ def _read_reports(reports: socket.socket, server: EpochServer, stop_event: threa
     with reports.makefile("rb") as lines:
         for line in lines:
             report = msgspec.json.decode(line, type=_Exit)
-            server.report_exit(report.member, report.why)
+            server.report_exit(report.member, report.why, incarnation=report.incarnation)
     stop_event.set()  # the launcher has ended
 
 

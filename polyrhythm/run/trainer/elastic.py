@@ -12,6 +12,10 @@ If processes would be spares, the layers may be divided anew, over all that are 
 (`division.py`): in an epoch of its own, in which all members commit the new plan once, no steps.
 
 A member is a process, under the rank that it has in the plan with which the job began.
+
+A process may join in the place of a member that is gone. What the job has begun with is recorded in
+its store (`job_record.py`); how it goes on, the others tell it in its first epoch, before which it
+has no state.
 """
 
 import logging
@@ -35,6 +39,7 @@ from polyrhythm.plan.survivors import (
     first_assignment,
     missing_stages,
 )
+from polyrhythm.processes import FencedError
 from polyrhythm.run.comm.epoch import Epoch, GroupHosting, enter_epoch
 from polyrhythm.run.comm.launch import DistContext, own_address
 from polyrhythm.run.comm.process_groups import DEFAULT_TIMEOUT, abort, step_timeout
@@ -42,6 +47,7 @@ from polyrhythm.run.comm.stalled import unreachable_addresses
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.machine import machine_name
+from polyrhythm.run.trainer.job_record import FitRecord, JobRecords
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.epochs import Begin, Committed, Member
 from polyrhythm.sync.setup import Setup
@@ -49,7 +55,11 @@ from polyrhythm.types import Seconds, Worker
 
 _logger = logging.getLogger(__name__)
 _STATE = "what each process has in memory"
+_ASSIGNMENT = "the places of the processes before"
 _MAX_FRUITLESS = 5  # epochs one after the other in which no step was completed
+
+
+NEWCOMER = -1  # in place of the number of a fit: it takes part in that of the others
 
 
 class ProcessState(msgspec.Struct, frozen=True):
@@ -84,6 +94,11 @@ class EpochStart:
     def members(self) -> tuple[int, ...]:
         """All members of the epoch, also those that leave."""
         return tuple(self.states)
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        """The members that do not know how far training is."""
+        return tuple(m for m, own in self.states.items() if own.fit == NEWCOMER)
 
     def job_store(self, name: str, member: int, timeout: Seconds) -> tuple[JobStore, Members]:
         """Connect to the store of the epoch as a member; errors name processes."""
@@ -123,9 +138,10 @@ class ElasticJob:
         assert ctx.coordinator is not None, "an elastic job has a coordinator"
         ElasticJob.num_made += 1
         assert ctx.store is not None, "the rendezvous comes first"
-        self._ctx, self._ranks, self._timeout = ctx, ranks, timeout
+        self._ctx, self._timeout = ctx, timeout
         self._public_key = ctx.coordinator.keys.server
-        self.member = ranks[ctx.rank]
+        self.ranks, self.member = tuple(ranks), ranks[ctx.rank]
+        self.records = JobRecords(ctx.store, timeout)
         self._assignment = first_assignment(plan)
         self._epoch, self._num_fruitless, self._num_used = Epoch(), 0, 0
         self._num_commits = 0  # in this epoch; steps may go back, after a restore
@@ -140,6 +156,7 @@ class ElasticJob:
         self._client = EpochClient(
             ctx.coordinator,
             member=ctx.rank,
+            incarnation=ctx.incarnation,
             node=machine_name(),
             on_end=self._on_end,
             unreachable=self._unreachable,
@@ -148,6 +165,10 @@ class ElasticJob:
     @property
     def assignment(self) -> Assignment:
         return self._assignment
+
+    def find_fit(self, number: int) -> FitRecord | None:
+        """Return the record of a fit, when it has begun; None if the others are in a later one."""
+        return self.records.find_fit(number, self._client.check_member)
 
     def next_epoch(self, why: str, own: ProcessState, *, waits: bool = False) -> EpochStart:
         """Wait for the next epoch; a spare `waits` as long as the others train.
@@ -164,19 +185,51 @@ class ElasticJob:
             enter_epoch(epoch)
             if self._client.ended:  # before `_on_end` knew of the new one
                 self.end_epoch(self._client.ended)
-            self._check_progress(begin)
-            start = self._start_of(begin, is_spare=waits)
+            store = self._store_of(begin)
             try:
                 own = structs.replace(own, address=self._address)
-                states = self._exchange_states(start.store, begin, own)
+                states = self._exchange_states(store, begin, own)
+                self._share_assignment(store, states)
             except PeerError as error:  # it has ended already
                 why = str(error)
                 continue
+            self._check_progress(begin, is_new=own.fit == NEWCOMER)
+            start = self._start_of(begin, store, is_spare=waits)
             members_at = defaultdict[str, set[int]](set)
             for member, state in states.items():
                 members_at[state.address].add(member)
             self._members_at = members_at
             return replace(start, states=states)
+
+    def _store_of(self, begin: Begin) -> Store:
+        assert self._ctx.store is not None, "the rendezvous comes first"
+        # A connection of its own: on that of an ended epoch a wait of gloo may go on.
+        prefix = f"polyrhythm/epoch {begin.epoch}"
+        with peer_errors("the process that serves the job's store", "connecting to it"):
+            return cast(Store, prefixed(prefix, self._ctx.store).clone())
+
+    def _share_assignment(self, store: Store, states: Mapping[int, ProcessState]) -> None:
+        """Tell newcomers what the others were before."""
+        newcomers = [member for member, own in states.items() if own.fit == NEWCOMER]
+        source = next((member for member in states if member not in newcomers), None)
+        if source is None:
+            raise TrainingError(
+                "no process is left that knows how far training is",
+                expected="a process that has trained before those that join",
+                fix="restore() the newest checkpoint, or use more pipelines",
+            )
+        if newcomers and self.member in (source, *newcomers):
+            self._assignment = self._member_store(store).broadcast_object(
+                _ASSIGNMENT, self._assignment, Members((source, *newcomers)), as_type=Assignment
+            )
+
+    def _member_store(self, store: Store) -> JobStore:
+        return JobStore(
+            prefixed("members", store),
+            self.member,
+            timeout=self._timeout,
+            name_of="process {}".format,
+        )
 
     def commit(self) -> str:
         """Return when all workers have what their update of the current step needs.
@@ -185,7 +238,7 @@ class ElasticJob:
         no worker makes the update.
         """
         committed = self._commit(may_end=True)
-        departing = {self._ranks[m] for m in committed.departing}
+        departing = {self.ranks[m] for m in committed.departing}
         going_on = [m for m in self._assignment.members if m not in departing]
         self.ends_job = bool(departing) and assign_survivors(self._assignment, going_on) is None
         return committed.why
@@ -225,6 +278,7 @@ class ElasticJob:
             self._end_samples, why = end_samples, self._departs_because
         try:
             self.check()
+            self._client.train_in_groups()
             if why:  # it was asked to leave before, when steps had commits, or between two fits
                 self._client.depart(why, without_commit=True)
             yield
@@ -274,7 +328,7 @@ class ElasticJob:
         self._epoch.end(_ended(why), abort)
 
     def _on_end(self, why: str, lost: Collection[Member] | None) -> None:
-        is_whole = lost is not None and not self._mates & {self._ranks[m] for m in lost}
+        is_whole = lost is not None and not self._mates & {self.ranks[m] for m in lost}
         with self._lock:  # until it has returned, the block does not end: what it uses stays open
             if self._end_samples is not None and is_whole:
                 self._end_samples()
@@ -292,7 +346,7 @@ class ElasticJob:
         if self.routes_around and (others := found - self._mates):
             self._epoch.report_unreachable({workers[m] for m in others if m in workers})
         found &= self._mates if self.routes_around else workers.keys()
-        launched = {rank: number for number, rank in enumerate(self._ranks)}
+        launched = {rank: number for number, rank in enumerate(self.ranks)}
         return [launched[m] for m in found - {self.member}]
 
     @property
@@ -305,17 +359,18 @@ class ElasticJob:
     def _host_groups(
         self, name: str, setup: Setup, log: Path | None, startup_timeout: Seconds
     ) -> str:
-        rank_of = {rank: launched for launched, rank in enumerate(self._ranks)}
+        rank_of = {rank: launched for launched, rank in enumerate(self.ranks)}
         members = {worker: rank_of[m] for m, worker in self._assignment.workers.items()}
         workers = [members[worker] for worker in setup.workers]
         return self._client.host_groups(
             name, setup, workers, log=log, timeout=self._timeout, startup_timeout=startup_timeout
         )
 
-    def _check_progress(self, begin: Begin) -> None:
+    def _check_progress(self, begin: Begin, *, is_new: bool) -> None:
         """Raise PeerError if epochs go on ending before a step of them is completed.
 
-        An epoch that has lost a member does not count: there are only so many.
+        An epoch that has lost a member does not count: there are only so many. `is_new`: a newcomer
+        knows of no commit.
         """
         is_fruitless = begin.committed is None and not begin.lost
         self._num_fruitless = self._num_fruitless + 1 if is_fruitless else 1
@@ -327,15 +382,20 @@ class ElasticJob:
                 cause="see the warnings above for why each has ended",
             )
         num_commits = 0 if begin.committed is None else begin.committed + 1
-        has_part = self._has_voted or self.member in self._assignment.workers
+        is_worker = self.member in self._assignment.workers and not is_new
+        has_part = self._has_voted or is_worker
         if has_part and num_commits != self._num_commits:
             cause = "it has committed a step that this process did not learn of"
             raise PeerError("the coordinator", action="training", waited=0.0, cause=cause)
         self._num_commits, self._has_voted = 0, False
 
-    def _start_of(self, begin: Begin, *, is_spare: bool) -> EpochStart:
-        before, members = self._assignment, [self._ranks[m] for m in begin.members]
-        departing = {self._ranks[m] for m in begin.departing}
+    def _start_of(self, begin: Begin, store: Store, *, is_spare: bool) -> EpochStart:
+        before = self._assignment
+        if self.member not in before.places:
+            cause = "the layers are divided anew, without a place for it"
+            raise FencedError("the job", action="joining", waited=0.0, cause=cause)
+        members = [m for m in (self.ranks[m] for m in begin.members) if m in before.places]
+        departing = {self.ranks[m] for m in begin.departing}
         going_on = [member for member in members if member not in departing]
         assignment = assign_survivors(before, going_on)
         if assignment is None and departing:  # without them nobody trains: they save and exit
@@ -345,11 +405,6 @@ class ElasticJob:
             self._raise_over(begin, going_on, is_spare=is_spare)
         self._assignment = assignment
         plan, worker = assignment.plan, assignment.workers.get(self.member)
-        assert self._ctx.store is not None, "the rendezvous comes first"
-        # A connection of its own: on that of an ended epoch a wait of gloo may go on.
-        prefix = f"polyrhythm/epoch {begin.epoch}"
-        with peer_errors("the process that serves the job's store", "connecting to it"):
-            store = cast(Store, prefixed(prefix, self._ctx.store).clone())
         places = assignment.places
         own_stage = places[self.member].stage
         return EpochStart(
@@ -371,22 +426,16 @@ class ElasticJob:
     def _exchange_states(
         self, store: Store, begin: Begin, own: ProcessState
     ) -> dict[int, ProcessState]:
-        members = [self._ranks[m] for m in begin.members]
-        job_store = JobStore(
-            prefixed("members", store),
-            self.member,
-            timeout=self._timeout,
-            name_of="process {}".format,
-        )
-        found = job_store.all_gather_object(
+        members = [self.ranks[m] for m in begin.members]
+        found = self._member_store(store).all_gather_object(
             _STATE, own, Members(tuple(members)), as_type=ProcessState
         )
         return dict(zip(members, found, strict=True))
 
     def _raise_over(self, begin: Begin, going_on: Sequence[int], *, is_spare: bool) -> NoReturn:
         before = self._assignment
-        present = {self._ranks[m] for m in begin.members}
-        lost = {self._ranks[each.member] for each in begin.lost}
+        present = {self.ranks[m] for m in begin.members}
+        lost = {self.ranks[each.member] for each in begin.lost}
         if is_spare and before.workers.keys() - present - lost:
             raise JobOverError
         stages = ", ".join(map(str, missing_stages(before, going_on)))

@@ -17,7 +17,7 @@ import time
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -160,10 +160,9 @@ class TrainProgress:
         found: LRScheduler = lr_scheduler
         return found
 
-    def restore(self, manifest: Manifest) -> StreamState | None:
-        """Load the state from a checkpoint; return the state of an iterable dataset."""
-        extra = manifest.extra
-        self.step, self.is_updating, self.problem = manifest.step, False, ""
+    def load(self, step: int, extra: Mapping[str, Any]) -> StreamState | None:
+        """Load what `extra` has returned after `step`; return the state of an iterable dataset."""
+        self.step, self.is_updating, self.problem = step, False, ""
         self.evaluation = None
         self.sampler_state = msgspec.convert(extra["supply"], SamplerState)
         self.lr_state = decode_state(base64.b64decode(extra["rates"]), _LR_STATE)
@@ -171,7 +170,7 @@ class TrainProgress:
             self.scaler = LossScaler(self.scaler.device)
             if "scaler" in extra:  # otherwise it was saved without one, and a new one starts
                 self.scaler.load_state_dict(extra["scaler"])
-        return _stream_state(manifest)
+        return _stream_state(extra)
 
     def extra(
         self, sampler_state: SamplerState, dataset_state: StreamState | None
@@ -186,8 +185,8 @@ class TrainProgress:
         return extra if dataset_state is None else extra | {"stream": dataset_state.as_json()}
 
 
-def _stream_state(manifest: Manifest) -> StreamState | None:
-    stream = manifest.extra.get("stream")
+def _stream_state(extra: Mapping[str, Any]) -> StreamState | None:
+    stream = extra.get("stream")
     return None if stream is None else StreamState.from_json(stream)
 
 
@@ -302,7 +301,7 @@ class FitContext:
                 expected="a checkpoint with sampler state and learning rates",
                 fix="load the model from it by Checkpointer.restore, and start from step 0",
             )
-        stream = _stream_state(manifest)
+        stream = _stream_state(manifest.extra)
         if stream is not None and not restarts_data:
             self.samples.check_state(stream)
         if "data" not in manifest.extra:
@@ -433,6 +432,10 @@ class FitLoop:
         self.has_checked_inputs = earlier.has_checked_inputs
         self.has_warned_of_labels = earlier.has_warned_of_labels
         self.has_warned_of_scale = earlier.has_warned_of_scale
+
+    def continue_others(self) -> None:
+        """Take part in a fit that others have begun."""
+        self._is_continued = True
 
     def end_epoch(self) -> None:
         """After a failure: set the progress to that after the last step that all have made."""

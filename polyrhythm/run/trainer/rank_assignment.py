@@ -81,11 +81,16 @@ class JobProcesses:
         if self._ctx.world_size == 1:
             self._hosts = [own]
             return self._hosts
-        self._ctx = self._ctx.with_store(self.timeout)
+        self.with_store()
         self._hosts = self._job_store().all_gather_object(
             "hosts", own, self.members, as_type=HostInfo
         )
         return self._hosts
+
+    def with_store(self) -> DistContext:
+        """Connect to the store of the job; return the context with it."""
+        self._ctx = self._ctx.with_store(self.timeout)
+        return self._ctx
 
     def gather(self, name: str, value: Any, as_type: Any) -> list[Any]:
         """Return the values of all processes, by launcher rank; raises PeerError."""

@@ -19,7 +19,7 @@ from polyrhythm.errors import TrainingError, peer_errors
 from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import GlooGroup, gloo_options, set_timeout
 from polyrhythm.run.comm.store import JobStore, Members, prefixed
-from polyrhythm.run.trainer.elastic import EpochStart
+from polyrhythm.run.trainer.elastic import NEWCOMER, EpochStart
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.types import Seconds
 
@@ -75,6 +75,7 @@ def check_state(start: EpochStart) -> int:
         )
     fits = {states[member].fit for member in with_state}
     missing = {*range(start.assignment.plan.num_stages)} - {places[m].stage for m in with_state}
+    fits.add(NEWCOMER)
     needed = [m for m in start.assignment.workers if states[m].fit not in fits]
     if missing or needed:
         spares = [member for member, own in states.items() if not own.has_state]

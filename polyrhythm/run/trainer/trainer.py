@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, Self, overload
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,7 +38,7 @@ from polyrhythm.plan.after_loss import AfterLoss
 from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.problem import Problem
 from polyrhythm.plan.survivors import machines_without_reserve
-from polyrhythm.processes import INTERRUPTED, TERMINATED, exit_on_sigterm
+from polyrhythm.processes import INTERRUPTED, TERMINATED, FencedError, exit_on_sigterm
 from polyrhythm.renamed import RenamedAttribute, renamed_arguments
 from polyrhythm.run.averaging.rendezvous import check_worker_keys
 from polyrhythm.run.checkpoint.export import hugging_face_configs
@@ -75,6 +76,7 @@ from polyrhythm.run.trainer.config import (
 )
 from polyrhythm.run.trainer.division import LayerDivision, new_assignment, share_problem
 from polyrhythm.run.trainer.elastic import (
+    NEWCOMER,
     ElasticJob,
     EpochOverError,
     EpochStart,
@@ -88,6 +90,13 @@ from polyrhythm.run.trainer.fit_loop import (
     TrainProgress,
     broadcast_optimizer_state,
     new_optimizer,
+)
+from polyrhythm.run.trainer.job_record import (
+    FitRecord,
+    JobRecord,
+    JobRecords,
+    check_settings,
+    settings_of,
 )
 from polyrhythm.run.trainer.metrics import Callback
 from polyrhythm.run.trainer.optimizers import LRSchedule, NamedParameters
@@ -258,20 +267,15 @@ class Trainer:
         config.device.check_usable()
         config.device.check_parameters(whole.named_parameters())
         processes = JobProcesses(timeout)
-        find_split(config, whole, dataset, processes.num_processes)
-        self.plan, problem = choose_plan(config, whole, dataset, processes)
-        self._global_batch = choose_global_batch(config, self.plan)
-        config.split.check(whole, self.plan.layers_per_stage)
-        self._elastic = self._make_elastic(processes)
-        self._division = self._make_division(processes, whole, problem)
-        self._membership = membership = self._join(processes)
-        store, members = membership.job_store("training"), membership.members
-        store.check_consistent("settings", config.must_match(order), members)
-        check = partial(check_stages, config, whole, dataset, self.plan.layers_per_stage)
-        store.run_on_leader("the comparison of stages", check, members)
-        self._check_sync(store)
-        self._open_files(store)
-        self._device = device_of_process(config.device.name, membership.ctx)
+        settings = settings_of(config.must_match(order), whole)
+        # Not for long: a process that joins is in no epoch before it trains.
+        self._is_newcomer = processes.ctx.incarnation > 0
+        store: JobStore | None = None
+        if self._is_newcomer:
+            self._enroll(processes, settings)
+        else:
+            store = self._begin_job(processes, settings, whole, dataset, order)
+        self._device = device_of_process(config.device.name, processes.ctx)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._check_capabilities(self._device, store)
@@ -283,16 +287,66 @@ class Trainer:
             use_float8(self._part.module, self._device)
         self._run_info = hugging_face_configs(whole)
         self._samples = self._make_loader(dataset, order)
-        self._connect(store)
+        if store is not None:
+            self._connect(store)
         try:
-            self._progress = TrainProgress(optimizer=self._context.new_optimizer())
-            self._progress.scaler = self._make_scaler(self._progress.optimizer)
+            optimizer = new_optimizer(config, self._part.module)
+            self._progress = TrainProgress(optimizer=optimizer)
+            self._progress.scaler = self._make_scaler(optimizer)
         except BaseException:  # otherwise SIGTERM would stay caught
-            self._preemption.close()
+            if store is not None:
+                self._preemption.close()
             raise
-        self.pipeline.keep_parameters()  # the optimizer holds them
+        if store is not None:
+            self.pipeline.keep_parameters()  # the optimizer holds them
         self._is_open = True
         atexit.register(self._at_exit)
+
+    def _begin_job(
+        self,
+        processes: JobProcesses,
+        settings: dict[str, str],
+        whole: nn.Module,
+        dataset: Any,
+        order: SampleOrder | None,
+    ) -> JobStore:
+        """Begin the job, together with all other processes; return its store."""
+        config = self._config
+        find_split(config, whole, dataset, processes.num_processes)
+        self.plan, problem = choose_plan(config, whole, dataset, processes)
+        self._global_batch = choose_global_batch(config, self.plan)
+        config.split.check(whole, self.plan.layers_per_stage)
+        self._elastic = self._make_elastic(processes)
+        self._division = self._make_division(processes, whole, problem)
+        first = self.plan
+        self._membership = membership = self._join(processes)
+        self._place, self._has_membership = membership.worker, True
+        store, members = membership.job_store("training"), membership.members
+        store.check_consistent("settings", config.must_match(order), members)
+        check = partial(check_stages, config, whole, dataset, self.plan.layers_per_stage)
+        store.run_on_leader("the comparison of stages", check, members)
+        self._check_sync(store)
+        self._lock = None
+        if config.run_dir is not None:
+            self._lock = lock_run_dir(config.run_dir, store, members)
+        self._open_log()
+        if self._elastic is not None and self.worker == LEADER:
+            self._elastic.records.write_job(JobRecord(first, self._elastic.ranks, settings))
+        return store
+
+    def _enroll(self, processes: JobProcesses, settings: dict[str, str]) -> None:
+        """Enroll in a job that has begun; it is joined in `fit`, where the others train."""
+        ctx, timeout = processes.with_store(), self._config.timeout
+        assert ctx.store is not None, "it was connected"
+        record = JobRecords(ctx.store, timeout).read_job()
+        check_settings(settings, record.settings)
+        self.plan = record.plan
+        self._global_batch = choose_global_batch(self._config, self.plan)
+        self._division = None
+        self._elastic = ElasticJob(ctx, self.plan, record.ranks, timeout=timeout)
+        self._place, self._has_membership = self.plan.worker(self._elastic.member), False
+        self._has_state, self._has_started, self._lock = False, True, None
+        self._open_log()
 
     @property
     def global_step(self) -> int:
@@ -301,12 +355,13 @@ class Trainer:
 
     @property
     def worker(self) -> Worker:
-        return self._membership.worker
+        """Of this process; before it has joined, the place for which it has come."""
+        return self._membership.worker if self._has_membership else self._place
 
     @property
     def model(self) -> nn.Module:
         """This worker's stage; its parameters have their names in the whole model."""
-        return self.pipeline.module
+        return self._part.module
 
     @renamed_arguments(steps="max_steps=", loggers="callbacks=")
     def fit(
@@ -343,14 +398,11 @@ class Trainer:
         Trainer.num_fits += 1
         self._num_fits += 1
         start = time.perf_counter()
-        store, members = self._context.store, self._context.members
         config = FitConfig(**{field.name: arguments[field.name] for field in fields(FitConfig)})
-        fix = "call fit with the same arguments in all processes"
-        store.check_consistent(f"fit {self._num_fits}", config.must_match, members, fix=fix)
-        own = bool(config.callbacks)  # which a script may pass in some processes only
-        have_callbacks = store.all_gather_object(f"callbacks {self._num_fits}", own, members)
-        for what in ("fit", "callbacks"):  # all have read it, or would not be here
-            store.delete(f"{what} {self._num_fits - 1}", members)
+        was_newcomer = self._is_newcomer
+        record = self._join_fit(config) if was_newcomer else self._begin_fit(config)
+        if record is None:
+            return self._result_of_others()
         name = f"{self._membership.name}/fit {self._num_fits}"
         if (keep_best := self._config.checkpoint.keep_best) is not None:
             config.check_evaluates(keep_best, f"CheckpointConfig(keep_best={keep_best!r})")
@@ -367,13 +419,16 @@ class Trainer:
                 config,
                 self._loggers_of(config),
                 evaluator,
-                may_gather_together=not any(have_callbacks),
+                may_gather_together=not record.have_callbacks,
             )
 
         fit_loop, num_used = make_loop(), self._progress.sampler_state.num_used
-        if fit_loop.num_steps > self.global_step:
-            self._begin_run("fit()", overwrite=overwrite)
-            self._record_run(fit_loop.num_steps - self.global_step)
+        if was_newcomer or fit_loop.num_steps > self.global_step:
+            if was_newcomer:
+                fit_loop.continue_others()
+            else:
+                self._begin_run("fit()", overwrite=overwrite)
+                self._record_run(fit_loop.num_steps - self.global_step)
             while (why := self._run(fit_loop)) is not None:
                 self._recover(fit_loop, why)
                 earlier, fit_loop = fit_loop, make_loop()
@@ -397,6 +452,69 @@ class Trainer:
             num_left=max(0, fit_loop.num_steps - self.global_step),
             checkpoints=None if self._checkpointer is None else self._checkpointer.folder,
             evals=tuple(fit_loop.evals),
+        )
+
+    def _begin_fit(self, config: FitConfig) -> FitRecord:
+        """Agree with the other processes that this fit begins."""
+        store, members = self._context.store, self._context.members
+        fix = "call fit with the same arguments in all processes"
+        store.check_consistent(f"fit {self._num_fits}", config.must_match, members, fix=fix)
+        own = bool(config.callbacks)  # which a script may pass in some processes only
+        have_callbacks = store.all_gather_object(f"callbacks {self._num_fits}", own, members)
+        for what in ("fit", "callbacks"):  # all have read it, or would not be here
+            store.delete(f"{what} {self._num_fits - 1}", members)
+        settings = {key: str(value) for key, value in config.must_match.items()}
+        record = FitRecord(settings, any(have_callbacks))
+        if self._elastic is not None and self.worker == LEADER:
+            self._elastic.records.write_fit(self._num_fits, record)
+        return record
+
+    def _join_fit(self, config: FitConfig) -> FitRecord | None:
+        """Join the others in this fit; return None if they are in a later one."""
+        elastic = self._elastic
+        assert elastic is not None, "a newcomer has enrolled"
+        try:
+            record = elastic.find_fit(self._num_fits)
+        except FencedError:
+            self._exit_too_late(elastic)
+        if record is None:
+            _logger.warning("fit %d is over; this process joins a later one", self._num_fits)
+            return None
+        check_settings({k: str(v) for k, v in config.must_match.items()}, record.settings)
+        if config.callbacks and not record.have_callbacks:
+            raise LaunchError(
+                "fit(callbacks=...) in a process that joins a job without callbacks",
+                expected="callbacks in some process of the job, or in none",
+                fix="start it with the script of the job",
+            )
+        why, changes = "joins", None
+        self._is_fitting = True  # SIGTERM ends it: nobody waits for it yet
+        try:
+            while changes is None:
+                try:
+                    changes = self._begin_epoch(elastic, None, why)
+                except EpochOverError as error:
+                    why = str(error)
+                    _logger.warning("%s: %s", self._place, why)
+                    elastic.end_epoch(why)
+                    self._disconnect()
+        finally:
+            self._is_fitting = False
+        self._is_newcomer = False
+        self.pipeline.num_steps = self.global_step
+        if self._config.run_dir is not None and self.worker == LEADER:
+            self._lock = take_over_lock(self._config.run_dir)
+        _logger.warning("has joined after step %d as %s", self.global_step, self.worker)
+        return record
+
+    def _exit_too_late(self, elastic: ElasticJob) -> NoReturn:
+        elastic.abandon()
+        self._exit_job(TERMINATED, "came too late: the job needs it no more")
+
+    def _result_of_others(self) -> FitResult:
+        """Return the result of a fit in which this process had no part."""
+        return FitResult(
+            steps=(), losses=(), seconds=0.0, num_samples=0, num_left=0, checkpoints=None, evals=()
         )
 
     @overload
@@ -456,6 +574,8 @@ class Trainer:
         checkpoints exist and all are damaged.
         """
         self._check_between_fits("restore()")
+        if self._is_newcomer:  # it gets the state of the others
+            return self.global_step
         progress, checkpoint = self._progress, None if path is None else Path(path)
         check = partial(self._context.saved_settings, restarts_data=restart_data)
         manifest = self._require_checkpointer().restore(checkpoint, progress.optimizer, check)
@@ -464,7 +584,7 @@ class Trainer:
             self._failure = None
             if manifest.is_finite is False and self.worker == LEADER:
                 warnings.warn(f"the weights of {path} are not finite", stacklevel=2)
-            dataset_state = progress.restore(manifest)
+            dataset_state = progress.load(manifest.step, manifest.extra)
             has_schedule = self._config.lr_schedule is not None
             if has_schedule != (progress.lr_state is not None) and self.worker == LEADER:
                 _logger.warning(
@@ -486,6 +606,9 @@ class Trainer:
             return
         self._is_open = False
         atexit.unregister(self._at_exit)
+        if self._is_newcomer:
+            self._leave_before_joining()
+            return
         self._preemption.close()
         self._samples.close()
         self._close_metrics()
@@ -506,6 +629,12 @@ class Trainer:
                     expected="all stages of the first pipeline alive until it is on disk",
                     fix="start the job again: restore() continues from the checkpoint before",
                 )
+
+    def _leave_before_joining(self) -> None:
+        self._samples.close()
+        self._close_files()
+        assert self._elastic is not None, "it has enrolled"
+        self._elastic.finish()
 
     def _close_connections(self) -> None:
         """Close the pipeline and the optimizer; a loss after the last fit is none of its failures.
@@ -530,6 +659,13 @@ class Trainer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
+        elif self._is_open and self._is_newcomer:
+            self._is_open = False
+            atexit.unregister(self._at_exit)
+            self._samples.close()
+            self._close_files()
+            if self._elastic is not None:
+                self._elastic.abandon()
         elif self._is_open:
             self._is_open = False
             atexit.unregister(self._at_exit)
@@ -543,7 +679,8 @@ class Trainer:
             self._abandon()
 
     def _abandon(self) -> None:
-        self._membership.abandon()
+        if self._has_membership:
+            self._membership.abandon()
         if self._elastic is not None:
             self._elastic.abandon()
 
@@ -664,12 +801,11 @@ class Trainer:
         self._global_batch = batch
         self._context = replace(self._context, global_batch=batch)
 
-    def _open_files(self, store: JobStore) -> None:
-        """Lock the run folder, if there is one, and open this worker's event log in it."""
-        run_dir, self._lock, self._log = self._config.run_dir, None, None
+    def _open_log(self) -> None:
+        """Open this worker's event log in the run folder, if there is one."""
+        run_dir, self._log = self._config.run_dir, None
         if run_dir is not None:
-            self._lock = lock_run_dir(run_dir, store, self._membership.members)
-            self._log = EventLog(worker_log(run_dir, self.worker), self.worker)
+            self._log = EventLog(worker_log(run_dir, self._place), self._place)
 
     def _loggers_of(self, config: FitConfig) -> list[Logger]:
         """Return the loggers of a fit, on the leader; a run folder has metrics.jsonl, too."""
@@ -718,13 +854,19 @@ class Trainer:
             _logger.info("backend: %s", self._backends)
         return sites[plan.rank(self.worker)]
 
-    def _check_capabilities(self, device: torch.device, store: JobStore) -> None:
-        """Refuse a precision that the GPU of any process lacks, in all processes."""
+    def _check_capabilities(self, device: torch.device, store: JobStore | None) -> None:
+        """Refuse a precision that the GPU of any process lacks, in all processes.
+
+        Without a store, of a process that joins: for its own GPU.
+        """
         own: tuple[Any, ...] | None = None
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             own = capability, f"{torch.cuda.get_device_name(device)} of {self.worker}"
-        for found in store.all_gather_object("GPUs", own, self._membership.members):
+        of_all = [own]
+        if store is not None:
+            of_all = store.all_gather_object("GPUs", own, self._membership.members)
+        for found in of_all:
             if found is not None:
                 self._config.device.check_capability(tuple(found[0]), found[1])
 
@@ -733,7 +875,7 @@ class Trainer:
         if self._config.device.autocast is not torch.float16:
             return None
         self._freeze_untrained(optimizer)
-        return LossScaler(self.pipeline.device)
+        return LossScaler(self._device)
 
     def _freeze_untrained(self, optimizer: Optimizer) -> None:
         trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -882,41 +1024,53 @@ class Trainer:
         self._failure = None
         _logger.warning("goes on after step %d as %s: %s", self.global_step, self.worker, changes)
 
-    def _begin_epoch(self, elastic: ElasticJob, fit_loop: FitLoop, why: str) -> str:
+    def _begin_epoch(self, elastic: ElasticJob, fit_loop: FitLoop | None, why: str) -> str:
         """Become a worker of the next epoch that needs this process; return what has changed.
 
-        Raises EpochOverError if the epoch has ended before all were ready for a step.
+        Raises EpochOverError if the epoch has ended before all were ready for a step. `fit_loop` is
+        None for a newcomer, who begins as a spare.
         """
-        is_spare = False
+        is_spare = fit_loop is None
         while True:
             try:
                 start = elastic.next_epoch(why, self._own_state(), waits=is_spare)
             except JobOverError:
                 elastic.finish()
                 self._exit_job(TERMINATED, "was a spare until the end of the job")
+            except FencedError:
+                if fit_loop is not None:
+                    raise
+                self._exit_too_late(elastic)
             except SystemExit:  # SIGTERM to a spare
                 elastic.finish()
                 raise
             if self._has_groups:
                 start, samples = settle_groups(start, self._step_after)
                 elastic.report_samples(samples.num_used)
-                fit_loop.set_samples(samples)
+                if fit_loop is not None:
+                    fit_loop.set_samples(samples)
                 self._has_state = start.states[elastic.member].has_state
                 self._progress.is_cut = False
-            if (num_steps := check_state(start)) > self.global_step:
+            num_steps = check_state(start)
+            if fit_loop is not None and num_steps > self.global_step:
                 fit_loop.catch_up(num_steps)  # made while this process was a spare
-            assert self.global_step == num_steps, "a spare knows the fit that it waits in"
             try:
-                if self._divide_layers(elastic, start, fit_loop.num_steps - num_steps):
+                self._share_progress(elastic, start, num_steps)
+                assert self.global_step == num_steps, "a spare knows the fit that it waits in"
+                num_left = 0 if fit_loop is None else fit_loop.num_steps - num_steps
+                if self._divide_layers(elastic, start, num_left):
                     is_spare, why = False, "layers are divided anew"
                     continue
                 if start.worker is not None:
                     self._membership = self._join_epoch(start)
+                    self._has_membership = True
                     self._connect(self._membership.job_store("training"))
                     self.pipeline.keep_parameters()
                     self._share_scale(self._context.store, self._context.members)
                 self._move_state(elastic, start)
                 self._share_optimizer(start)
+            except FencedError:
+                raise
             except PeerError as error:
                 raise EpochOverError(str(error)) from None
             if start.leaves:
@@ -944,7 +1098,7 @@ class Trainer:
         assert elastic is not None, "only an elastic job has epochs"
         is_first = elastic.assignment.places[elastic.member].stage == 0
         return ProcessState(
-            self._num_fits,
+            NEWCOMER if self._is_newcomer else self._num_fits,
             self.global_step,
             self._has_state,
             is_cut=progress.is_cut,
@@ -953,6 +1107,31 @@ class Trainer:
             has_own_optimizer=progress.has_own_optimizer,
             can_divide=self._division is not None and self._division.may_try,
         )
+
+    def _share_progress(self, elastic: ElasticJob, start: EpochStart, num_steps: int) -> None:
+        """Tell newcomers how far training is, apart from weights and optimizer state."""
+        if not start.newcomers:
+            return
+        store, _ = start.job_store("progress", elastic.member, self._config.timeout)
+        source = next(member for member, own in start.states.items() if own.has_state)
+        progress, own = self._progress, None
+        if elastic.member == source:
+            extra = self._context.extra(progress, progress.sampler_state)
+            own = self._num_fits, extra
+        elif elastic.member not in start.newcomers:
+            return
+        members = Members((source, *start.newcomers))
+        num_fits, extra = store.broadcast_object("how far training is", own, members)
+        if elastic.member == source:
+            return
+        if num_fits != self._num_fits:
+            cause = f"it is in fit {num_fits} already, and this process in fit {self._num_fits}"
+            raise FencedError("the job", action="joining", waited=0.0, cause=cause)
+        dataset_state = progress.load(num_steps, extra)
+        if dataset_state is not None:
+            self._samples.resume_from(dataset_state)
+        settings = msgspec.convert(extra["data"], DataSettings)
+        self._global_batch = replace(self._global_batch, first_position=settings.first_position)
 
     def _share_scale(self, store: JobStore, members: Members) -> None:
         """In float16: scale the loss as the workers that made the last step."""
@@ -1069,6 +1248,13 @@ class Trainer:
 
     def _disconnect(self) -> None:
         """Drop all that connects this worker to the others of an epoch that has ended."""
+        if self._is_newcomer and "_context" not in vars(self):  # it was not connected yet
+            if "pipeline" in vars(self):
+                self.pipeline.__exit__(RuntimeError, RuntimeError(), None)
+            if self._has_membership:
+                self._membership.abandon()
+            leave_group()
+            return
         self._preemption.close()
         # Until it is a worker again, this process is lost if it gets SIGTERM.
         is_main = threading.current_thread() is threading.main_thread()
