@@ -51,6 +51,8 @@ class TrainCommand:
     local: int | None = None
     """Number of processes on this machine; by default the plan's number of workers, stages x
     pipelines, or one."""
+    elastic: bool = False
+    """On this machine: start a process again that is lost; it joins the others, which train on."""
     stages: int | None = None
     """Number of stages of each pipeline, without a plan: layers are assigned to them by cost and
     memory. By default the number of processes divided by --pipelines."""
@@ -111,7 +113,12 @@ class TrainCommand:
             self._check_fitted(num_fits)
 
         with LocalJob(
-            work, num_processes, output_folder=self.output, shown_ranks=(0,), keeps_survivors=True
+            work,
+            num_processes,
+            output_folder=self.output,
+            shown_ranks=(0,),
+            keeps_survivors=True,
+            restarts=self.elastic,
         ) as job:
             _forward_sigterm(job.request_stop)
             is_interrupted = _forward_interrupt(lambda: job.request_stop(signal.SIGINT))
@@ -211,6 +218,12 @@ class TrainCommand:
                 f"--local {self.local} with --lab {self.lab}",
                 expected="one of the two: a lab has a process per device",
                 fix=f"{command} --lab {self.lab}",
+            )
+        if self.elastic and self.lab is not None:
+            raise LaunchError(
+                f"--elastic with --lab {self.lab}",
+                expected="--elastic on this machine: hosts of a lab come back in a scenario",
+                fix="omit one of the two",
             )
         if self.scenario is not None and self.lab is None:
             raise LaunchError(

@@ -104,6 +104,29 @@ LAUNCHED = (
 )
 
 
+def test_a_process_that_is_lost_comes_back(script: Path) -> None:
+    """It runs the script from the start, and is in the evaluation after the fit."""
+    killed = """
+import os, pathlib, signal, time
+def slowly(info):
+    time.sleep(0.1)
+    if trainer.worker.pipeline == 1 and info.step == 3 and not pathlib.Path("killed").exists():
+        pathlib.Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    text = SCRIPT.replace("progress=False", "progress=False, callbacks=[slowly]")
+    script.write_text(text.replace("start =", f"{killed}\nstart ="))
+    command = [script, "--local", "2", "--elastic", "--", "run", "60"]
+    found = run(*command, folder=script.parent)
+    assert found.status == 0, found.output
+    assert "rank 1 was ended by SIGKILL: the others go on; it is started again" in found.output
+    log = (script.parent / "runs/output/rank1.1.log").read_text()
+    assert re.search(r"s0p1 from 0 to 60: ", log), log
+    loss = re.search(r"to 60: (\S+)", found.output)
+    assert loss is not None
+    assert loss[1] in log, "both evaluate the same weights"
+
+
 def test_stages_and_pipelines_need_no_plan_file(script: Path) -> None:
     """The script knows its rank before it makes the Trainer, which has the same rank."""
     folder = script.parent
