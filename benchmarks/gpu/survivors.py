@@ -24,9 +24,10 @@ _BATCH = 12  # sequences
 
 
 def measure(size: Size, *, quick: bool) -> dict[str, float]:
-    """Return the longest time between two steps of a survivor, about a SIGKILL, and the usual one.
+    """Return the seconds from a SIGKILL to the end of the next step of the others, and a usual one.
 
-    A step is over when its metrics have come: a survivor may have them of one more before.
+    A step is over when its metrics have come. A survivor may have those of one more at once, as it
+    was over; the next ones come after the longest time between two steps.
     """
     if quick:
         size = TINY
@@ -41,12 +42,13 @@ def measure(size: Size, *, quick: bool) -> dict[str, float]:
             if not job.wait(TIMEOUT):
                 raise RuntimeError(f"the survivors are not done after {TIMEOUT:g} s")
         times = [_read(folder / f"{rank}.txt") for rank in range(_NUM_REPLICAS)]
-    del times[_VICTIM]
+    killed_at = times.pop(_VICTIM)[-1]
     if any(len(each) != _NUM_STEPS for each in times):
         raise RuntimeError("a survivor has not made all steps, once each")
     gaps = [[b - a for a, b in pairwise(each)] for each in times]
+    first = (_KILLED_AT + 1 + gap.index(max(gap)) for gap in (each[_KILLED_AT:] for each in gaps))
     return {
-        "nccl_recover_s": max(max(each[_KILLED_AT:]) for each in gaps),
+        "nccl_recover_s": max(each[i] for each, i in zip(times, first, strict=True)) - killed_at,
         "nccl_recover_step_ms": 1000 * statistics.median(gaps[0][5:_KILLED_AT]),
     }
 

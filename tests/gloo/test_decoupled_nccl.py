@@ -98,7 +98,9 @@ def test_close_aborts_no_group_before_all_workers_have_their_weights(tmp_path: P
     assert max(finished for finished, _ in found) <= min(ended for _, ended in found)
 
 
-def test_close_waits_for_no_lost_worker(tmp_path: Path) -> None:
+def test_close_tells_that_a_worker_is_lost(tmp_path: Path) -> None:
+    """At once: without it nobody knows whether all have the last weights."""
+
     def work(ctx: DistContext) -> float:
         with pytest.MonkeyPatch.context() as monkeypatch:
             emulate_nccl(monkeypatch)
@@ -110,10 +112,27 @@ def test_close_waits_for_no_lost_worker(tmp_path: Path) -> None:
             if ctx.rank == 0:
                 optimizer.abort()
             else:
-                optimizer.close()
+                with pytest.raises(PeerError, match=r"close\(\)"):
+                    optimizer.close()
             return time.monotonic() - start
 
     assert max(run_stages(2, work, tmp_path)) < TIMEOUT / 2
+
+
+def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
+    def work(ctx: DistContext) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            emulate_nccl(monkeypatch)
+            model = stack()
+            optimizer = wrap_optimizer(model)
+            optimizer.synchronize()
+            model.state_dict()
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.detach()
+            optimizer.attach()
+            optimizer.close()
+
+    run_stages(2, work, tmp_path)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -23,7 +23,7 @@ class Trap(nn.Module):
 
     def forward(self, x):
         self.num_calls += 1
-        if dist.get_rank() == 0 and self.num_calls == 9:
+        if dist.get_rank() == 0 and self.num_calls == 21:  # in the fourth step: the first ones may take long
             os.kill(os.getpid(), signal.SIGSTOP)
         return x
 

@@ -10,7 +10,6 @@ one in transfer: large messages over slow networks nearly always are. So gloo is
 thread of its own (`wait`), which is left alone when the epoch ends; it ends after its timeout.
 """
 
-import atexit
 import contextlib
 import threading
 import time
@@ -161,7 +160,6 @@ def start_thread(function: Callable[[], None], *, name: str) -> None:
     thread.start()
 
 
-@atexit.register
 def _wait_for_threads() -> None:
     """Wait for threads that were left alone: one that ends during the exit would abort it.
 
@@ -170,6 +168,9 @@ def _wait_for_threads() -> None:
     deadline = time.monotonic() + _EXIT_TIMEOUT
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+weakref.finalize(start_thread, _wait_for_threads)  # at exit, after finalizers that are made later
 
 
 def _settle(settle: Callable[[_T], None], outcome: _T) -> None:

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import os
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -280,7 +279,7 @@ def run_bounded(function: Callable[[], None], *, timeout: Seconds, action: str) 
             done.set_exception(error)
 
     # Not a thread of an executor, for which the interpreter would wait when it ends.
-    threading.Thread(target=run, name=action, daemon=True).start()
+    start_thread(run, name=action)
     with peer_errors("another worker", action):
         try:
             current_epoch().wait(partial(done.result, timeout))
@@ -307,11 +306,23 @@ def wait_for_event(event: torch.cuda.Event, timeout: Seconds | None) -> None:
         time.sleep(_EVENT_POLL)
 
 
-def check_nccl(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raise PeerError if kernels of these groups have ended without what they were to receive.
+def confirm_nccl(
+    groups: Sequence[dist.ProcessGroup], device: torch.device, timeout: Seconds
+) -> None:
+    """Return when the GPU has run all kernels that the current stream waits for.
 
-    After an error they end as if they had received it: ask when the GPU has run them.
+    Raises PeerError if kernels of these groups of NCCL have not received all that they were to:
+    after an error they end as if they had.
     """
+    if groups:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        wait_for_event(event, timeout)
+        check_nccl(groups)
+
+
+def check_nccl(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise PeerError if kernels of these groups have ended without what they were to receive."""
     current_epoch().check()
     for group in groups:
         error = group.get_error()  # type: ignore[attr-defined]  # in the stub of a backend
@@ -522,10 +533,13 @@ def abort(group: dist.ProcessGroup) -> None:
     """
     if group.name() == "nccl":
         if group not in _aborted:
-            _aborted.add(group)  # first: its kernels end
-            start_thread(group.abort, name="abort of NCCL")
             # Its destructor would wait for a thread of torch that may never end after an error.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            _aborted.add(group)  # first: its kernels end
+            try:
+                start_thread(group.abort, name="abort of NCCL")
+            except RuntimeError:  # the interpreter ends
+                group.abort()
         return
     # Messages that have begun get some time to arrive: a peer would wait for the rest of one until
     # its timeout, although its connection is closed, unless its epoch ends.

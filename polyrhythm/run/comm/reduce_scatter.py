@@ -29,9 +29,8 @@ from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import (
     NUM_SOCKETS,
     abort,
-    check_nccl,
+    confirm_nccl,
     split_message,
-    wait_for_event,
 )
 from polyrhythm.types import AUTO, Bytes, Seconds
 
@@ -667,10 +666,7 @@ class NcclCollectives:
         return _start(lambda: self._group.alltoall_base(into, own, received, sent, options))
 
     def confirm(self) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        wait_for_event(event, self._host.timeout)
-        check_nccl([self._group])
+        confirm_nccl([self._group], self._device, self._host.timeout)
 
     def all_reduce_sum(self, numbers: Tensor) -> None:
         """Sum `numbers` over all workers, for later work in the current stream."""

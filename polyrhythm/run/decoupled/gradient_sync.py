@@ -27,6 +27,7 @@ from polyrhythm.run.comm.comm_thread import CommThread
 from polyrhythm.run.comm.process_groups import (
     NUM_SOCKETS,
     Replicas,
+    abort,
     connect_all,
     new_gloo_group,
     new_nccl_group,
@@ -141,7 +142,11 @@ class ReplicaCollectives:
     def _new_nccl(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         made = new_nccl_group(ranks, "averaging gradients over NCCL", timeout=self._timeout)
         assert made is not None, "it is used"
-        connect_all(made, self._device, timeout=self._timeout)
+        try:
+            connect_all(made, self._device, timeout=self._timeout)
+        except PeerError:
+            abort(made)
+            raise
         self._nccl_groups.append(made)
         return made
 
@@ -270,7 +275,7 @@ class GradientSync:
         self._weight_copies: dict[int, Callable[[], bool]] = {}
         # Buckets in which weights that other workers own may be of two steps: they are arriving.
         self._incomplete = set[int]()
-        self._is_unconfirmed = False  # weights of NCCL may be: the host does not know
+        self._is_unconfirmed = False  # weights of NCCL: not all workers are known to have theirs
         self._weight_error: PeerError | None = None  # of a gather that could not start
         self._unsent: list[Bucket] = []  # buckets still to reduce; the next one is the last
         self._reduce_scatters: list[Pending] = []
@@ -488,6 +493,7 @@ class GradientSync:
         From here on the next wait for parameters raises the error of a lost worker: the update must
         not fail.
         """
+        self.trust_weights()
         try:
             self.post_weight_receives()
         except PeerError as error:
@@ -552,10 +558,17 @@ class GradientSync:
         self.wait_for_parameters(range(len(self._parameters)))
 
     def confirm(self) -> None:
-        """Return when all that was waited for has arrived, also over NCCL; or raise PeerError."""
-        if self._has_nccl:
+        """Return when all that was waited for is here, as far as this worker knows.
+
+        Over NCCL a worker that is aborted first passes on what it has not received; `trust_weights`
+        tells that all workers have confirmed. Raises PeerError.
+        """
+        if self._has_nccl and self.buckets:
             self.collectives.confirm()
-            self._is_unconfirmed = False
+
+    def trust_weights(self) -> None:
+        """All workers have all weights of the last step: they have confirmed it."""
+        self._is_unconfirmed = False
 
     def pop_timings(self) -> tuple[Seconds, Seconds]:
         """Return and reset the time that training waited and the longest exchange.

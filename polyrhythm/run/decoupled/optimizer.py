@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polyrhythm.errors import PeerError, PolicyError
+from polyrhythm.errors import PolicyError
 from polyrhythm.renamed import RenamedAttribute
 from polyrhythm.run.checkpoint.state import StagedCopies
 from polyrhythm.run.comm.forward_hooks import ForwardOrder, gradient_hooks, state_hooks
@@ -47,6 +48,7 @@ from polyrhythm.run.comm.process_groups import (
     NUM_FIRST_STEPS,
     Replicas,
     replica_ranks,
+    run_bounded,
     set_timeout,
     step_timeout,
 )
@@ -387,6 +389,7 @@ class DistributedOptimizer(Optimizer):
             self.commit()
         elif self._has_buddies and self._collectives.has_nccl:
             self.prepare_step()
+            self._replicas.all_gather_number(0.0, _STEP)  # in place of a commit
         elif not self.is_prepared:
             self._check_step()
             self._gradient_sync.post_weight_receives()  # other workers may be ahead
@@ -431,6 +434,7 @@ class DistributedOptimizer(Optimizer):
         Call it after `abort`: the new weights are not sent.
         """
         assert self._gradient_sync.is_prepared, "its gradients have arrived"
+        self._gradient_sync.trust_weights()
         self._gradient_sync.copy_buddy_weights()
         self._update()
         self._gradient_sync.mark_incomplete()
@@ -655,8 +659,9 @@ class DistributedOptimizer(Optimizer):
                 for index, parameter in enumerate(self._parameters)
                 for state in [self._initial_state.get(index, {})]
             ]
-        if self._parameters[0].is_cuda:
-            torch.cuda.synchronize(self._parameters[0].device)  # copies of gathered weights
+        if (device := self._parameters[0].device).type == "cuda":  # copies of gathered weights
+            finish = partial(torch.cuda.synchronize, device)
+            run_bounded(finish, timeout=self._timeout, action="the last kernels of an epoch")
         state: Mapping[Tensor, dict[str, Any]] = self._inner.state
         held = [(shard, state) for shard in self._gradient_sync.held_shards]
         if (change := self._current.change) is not None:
@@ -733,17 +738,18 @@ class DistributedOptimizer(Optimizer):
     def close(self) -> None:
         """Receive all parameters of the last step, finish the sends to other workers, and end.
 
-        All workers call it; over NCCL it waits until all have their parameters. Without it, the
-        interpreter waits some seconds at exit for those sends, then drops them.
+        All workers call it; over NCCL it waits until all have their parameters, and raises
+        PeerError if one is lost before. Without it, the interpreter waits some seconds at exit for
+        those sends, then drops them.
         """
         try:
             self.synchronize()
             self._gradient_sync.finish_flags()
             if self._collectives.has_nccl:
                 self._gradient_sync.warn_of_non_finite()
-                # An abort drops what NCCL has taken from this GPU and not yet sent to another.
-                with contextlib.suppress(PeerError):  # a worker that is lost needs nothing
-                    self._replicas.all_gather_number(0.0, _CLOSE)
+                # An abort drops what NCCL has taken from this GPU and not yet sent to another;
+                # without a worker that is lost, this one may have what was never sent.
+                self._replicas.all_gather_number(0.0, _CLOSE)
         finally:
             self._remove_hooks()
             if self._current.background is not None:
@@ -933,6 +939,9 @@ class DistributedOptimizer(Optimizer):
         has been gathered. All-reduce buckets need no other worker: each has the whole state.
         """
         self.synchronize()
+        if self._has_buddies and self._collectives.has_nccl:  # old copies lose their memory
+            self._replicas.all_gather_number(0.0, _STEP)
+            self._gradient_sync.trust_weights()
         collectives, state = self._gradient_sync.collectives, dict(self._inner.state)
         self._inner.state.clear()
         old = self._replace_buckets(candidate)
@@ -941,8 +950,9 @@ class DistributedOptimizer(Optimizer):
         is_kept = self._has_buddies and not old[0].is_all_reduce
 
         def release_earlier(gathered: Bucket) -> None:
-            for number in range(gathered.number):
-                change.release(number)
+            for bucket in old[: gathered.number]:
+                change.release(bucket.number)
+                change.adopted.update(bucket.parameters)
 
         found = gather_buckets(
             *(old, state, collectives, self._replicas, _STEP),
@@ -951,8 +961,8 @@ class DistributedOptimizer(Optimizer):
         for bucket, gathered in zip(old, found, strict=True):
             if not is_kept:
                 change.release(bucket.number)
+                change.adopted.update(bucket.parameters)
             self._adopt_state(gathered)
-            change.adopted.update(bucket.parameters)
         if is_kept:
             self._replicas.all_gather_number(0.0, _STEP)  # all have what they need of the last
         self._current.change = None

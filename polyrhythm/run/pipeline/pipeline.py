@@ -705,7 +705,7 @@ class Pipeline:
     def check_received(self) -> None:
         """Raise PeerError if a stage was lost before all of its last tensors had come.
 
-        Over NCCL a GPU computes on with what there is: call it when the GPU has run the batch.
+        Over NCCL a GPU computes on with what there is; this waits until it has run the batch.
         """
         if self._connections is not None:
             self._connections.check_received()

@@ -54,7 +54,7 @@ from polyrhythm.run.comm.epoch import current_epoch
 from polyrhythm.run.comm.process_groups import (
     abort,
     all_gather,
-    check_nccl,
+    confirm_nccl,
     connect_pairs,
     new_gloo_group,
     new_nccl_group,
@@ -680,7 +680,7 @@ class Connections:
         """
         self.stage, self.num_stages = stage, len(ranks)
         self.pipeline, self.timeout, self.step_timeout = pipeline, timeout, timeout
-        self._window = window
+        self._window, self._device = window, device
         self._groups = activations, gradients, self.control = [
             new_gloo_group(ranks, what, timeout=timeout)
             for what in ("activations", "gradients", "control")
@@ -848,8 +848,8 @@ class Connections:
             outbox.drain(self.step_timeout)
 
     def check_received(self) -> None:
-        """Raise PeerError if a message over NCCL may not have come whole; the GPU has run all."""
-        check_nccl(self._nccl_groups)
+        """Wait until the GPU has run the batch; raise PeerError if a message has not come whole."""
+        confirm_nccl(self._nccl_groups, self._device, self.step_timeout)
 
     def close(self) -> None:
         """End the threads; no message may be in flight, except headers."""
