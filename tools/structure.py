@@ -29,6 +29,7 @@ _FEATURES = {
     "workers may be lost: epochs, copies of shards, state that moves": (4_300, 5_000, 9),
     "losses in groups, broken links, leaves, every launcher, the simulator's": (4_900, 4_800, 3),
     "layers are divided anew after a loss": (700, 700, 2),
+    "a coordinator's logs are rotated, and lead to its state": (850, 850, 0),
 }
 MAX_PACKAGE_LINES, MAX_TOTAL_LINES, MAX_RUN_FILES = (
     sum(numbers) for numbers in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)

@@ -5,7 +5,6 @@ writes when its steps have ended, by the clock that all processes of a machine s
 """
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -18,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -27,6 +27,7 @@ from polyrhythm.plan.degrees import Degrees
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.trainer import Trainer
+from polyrhythm.sync.decision_log import membership_changes
 from polyrhythm.sync.dispatch import Range, Ranges, SamplerState
 from polyrhythm.types import Seconds
 
@@ -196,8 +197,10 @@ class _RunningJob:
 def _events(folder: Path) -> list[dict[str, Any]]:
     """Return what the coordinator has logged so far."""
     log = folder / "logs" / "membership.jsonl"
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    if not log.exists() or not log.stat().st_size:
+        return []
+    changes = membership_changes(log)
+    return [{"event": name, **msgspec.structs.asdict(change)} for name, change in changes]
 
 
 def _outcome(folder: Path, delivered: list[DeliveredFault]) -> Outcome:

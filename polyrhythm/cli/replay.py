@@ -18,26 +18,26 @@ _A_RUN = "pass the folder of a run, such as one that `polyrhythm simulate --out`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayCommand:
-    """Feed the events of a run's decision log to the scheduler again and compare its decisions.
+    """Feed the events of a run's decision logs to the scheduler again and compare its decisions.
 
     Status 1, and the first difference, if they differ: the log was changed, or written by a version
     with other decisions.
     """
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """The run's folder, the folder of `polyrhythm coordinator --log`, or a scheduler.jsonl."""
+    """The run's folder, the folder of `polyrhythm coordinator --log`, or a log: a scheduler.jsonl,
+    a membership.jsonl, or an archive of it (.jsonl.gz)."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.sync.decision_log import DecisionReader, replay
+        from polyrhythm.sync.decision_log import replay_and_count
         from polyrhythm.tables import print_line
 
         num_decisions = 0
         for path in _logs(self.source):
-            reader = DecisionReader(path)
-            num_decisions += sum(1 for _ in reader.decisions())  # first: the log may still grow
-            difference = replay(path)
+            num_replayed, difference = replay_and_count(path)
+            num_decisions += num_replayed
             if difference is not None:
-                print_line(console, f"{path}: replayed differently\n{difference}")
+                print_line(console, f"{difference.path}: replayed differently\n{difference}")
                 return 1
         print_line(console, f"{num_decisions:,} decisions, replayed identically")
         return 0
@@ -69,6 +69,8 @@ def _not_a_decision_log(path: Path) -> tuple[str, str] | None:
     """Return what the file is and a fix; None if it starts like a decision log."""
     from polyrhythm.events import WORKERS
 
+    if path.suffix == ".gz":
+        return None
     with path.open("rb") as file:
         first = file.readline()
     content = _json(first) or _json(path.read_bytes())

@@ -83,7 +83,7 @@ def _show(folder: Path, console: "Console") -> None:
     from polyrhythm.events import WORKERS, merged_log
     from polyrhythm.observe.groups import Groups
     from polyrhythm.observe.report import RunReport
-    from polyrhythm.sync.decision_log import decision_log_paths, later_paths
+    from polyrhythm.sync.decision_log import decision_log_paths
     from polyrhythm.tables import print_line
 
     logs = decision_log_paths(folder)
@@ -96,21 +96,20 @@ def _show(folder: Path, console: "Console") -> None:
         if is_run or number:
             print_line(console, "")
         _show_decisions(path, console)
-        newest = [later for later in later_paths(path) if later.exists()]
-        if newest:
-            text = f"{path.name} has only the first decisions; the newest: {newest[-1].name}"
-            print_line(console, text)
 
 
 def _show_decisions(path: Path, console: "Console") -> None:
     from polyrhythm.observe.decisions import Decisions
     from polyrhythm.sync.decision_log import DecisionReader
+    from polyrhythm.tables import print_line
 
     reader = DecisionReader(path)
     decisions = Decisions.of((entry.event, entry.commands) for _, entry in reader.decisions())
     setup = reader.setup
     plan = f"{setup.num_stages} stages x {setup.num_pipelines} pipelines"
     decisions.show(console, f"{setup.text}, {plan}")
+    if num_before := reader.num_before:
+        print_line(console, f"{path.name}: without the first {num_before:,} decisions, not kept")
 
 
 def _read(folder: Path) -> "list[Event]":

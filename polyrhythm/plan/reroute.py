@@ -3,8 +3,9 @@
 If they go on, workers of the same stage in other pipelines run the micro-batches that the lost
 worker would have run, in their idle time; all other workers keep theirs (`routes.py`). If they are
 dissolved, the others take all of their micro-batches, and what is left of them waits as spares
-(`survivors.py`). Both keep the global batch. The decision compares predicted steps: of the lists of
-actions, without the average of gradients, which takes about as long in both cases.
+(`survivors.py`). A pipeline without any worker is dissolved in any case. The global batch stays.
+The decision compares predicted steps: of the lists of actions, without the average of gradients,
+which takes about as long in both cases.
 
 It is for modes in which all gradients of a step are summed. A worker adds those of other pipelines'
 micro-batches to its own, and counts in the average by all that it has run (`Routes.loads`).
@@ -16,6 +17,7 @@ from itertools import pairwise
 
 from polyrhythm.cost.pipeline import PipelineTimes, length
 from polyrhythm.cost.sync import Sync
+from polyrhythm.plan.plan import Plan
 from polyrhythm.plan.rerouted_order import Rerouting, order_actions
 from polyrhythm.plan.routes import GridTimes, assign_routes, least_length
 from polyrhythm.plan.survivors import Assignment, assign_survivors, missing_stages
@@ -23,7 +25,7 @@ from polyrhythm.schedule.plan_schedules import choose_schedule
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.types import AUTO, Op, Seconds, Worker
 
-_SAME = 1e-6  # relative: a gain that only rounding makes is none
+_WORTHWHILE = 0.01  # of a step: predictions are not more exact, and rerouting takes memory
 _MAX_NAMED = 4  # lost workers in a reason; more are counted
 
 
@@ -32,7 +34,10 @@ class RerouteDecision:
     """How survivors go on; with neither `rerouting` nor `dissolved` they cannot."""
 
     rerouting: Rerouting | None  # None to dissolve pipelines with a hole
-    workers: Mapping[int, Worker]  # by member: its place in the plan before, if rerouting
+    # Whose plan the routes are for: without pipelines that have lost all, but with places of others
+    # that are lost. Pass it as `before` at the next loss.
+    before: Assignment
+    workers: Mapping[int, Worker]  # by member: its place in that plan, if rerouting
     dissolved: Assignment | None  # the other choice; None if there is no whole pipeline
     rerouted_step: Seconds | None  # as predicted; None if it is not possible
     dissolved_step: Seconds | None
@@ -45,23 +50,26 @@ def decide_rerouting(
     members: Collection[int],
     times: GridTimes,
     *,
-    num_microbatches: Sequence[int] = (),
+    num_microbatches: int | None = None,
     max_in_flight: tuple[int, ...] | None = None,
 ) -> RerouteDecision:
     """Decide for the members that are left; the result depends only on the arguments.
 
     `before` is the last assignment of whole pipelines, also if its pipelines have holes already,
     and `times` are those of its places. A spare takes the place of a lost member of its stage.
-    `num_microbatches` is needed per pipeline where the plan has no numbers. `max_in_flight` is how
-    many micro-batches fit into the memory of a worker of each stage; None if that is not known.
+    `num_microbatches` of all pipelines is needed where the plan has no numbers. `max_in_flight` is
+    how many of them fit into the memory of a worker of each stage; None if that is not known.
     """
     dissolved = assign_survivors(before, members)
+    if dissolved is not None:
+        before, times = _without_empty_pipelines(before, members, times)
     workers = _places(before, members)
     every = map(before.plan.worker, range(before.plan.num_workers))
     lost = sorted({*every} - {*workers.values()})
     if why := _obstacle(before, members, lost, times):
         return RerouteDecision(
             rerouting=None,
+            before=before,
             workers={},
             dissolved=dissolved,
             rerouted_step=None,
@@ -69,18 +77,17 @@ def decide_rerouting(
             bound=None,
             why=why,
         )
-    planned = [pipeline.num_microbatches for pipeline in before.plan.pipelines]
-    counts = list(num_microbatches) or [number for number in planned if number is not None]
-    assert len(counts) == len(planned), "each pipeline has a number of micro-batches"
+    counts = _counts(before.plan, num_microbatches)
     routes = assign_routes(lost, counts, times)
     rerouting = order_actions(routes, times, max_in_flight=max_in_flight)
     step = None
     if dissolved is not None:
         step = _dissolved_step(dissolved, workers, times, sum(counts), max_in_flight)
-    reroutes = step is None or rerouting.length < step * (1 - _SAME)
+    reroutes = step is None or rerouting.length < step * (1 - _WORTHWHILE)
     bound = least_length(routes, times)
     return RerouteDecision(
         rerouting=rerouting if reroutes else None,
+        before=before,
         workers=workers if reroutes else {},
         dissolved=dissolved,
         rerouted_step=rerouting.length,
@@ -88,6 +95,36 @@ def decide_rerouting(
         bound=bound,
         why=_reason(rerouting, dissolved, step, bound),
     )
+
+
+def _without_empty_pipelines(
+    before: Assignment, members: Collection[int], times: GridTimes
+) -> tuple[Assignment, GridTimes]:
+    """Return the assignment without pipelines that have lost all workers, and its times."""
+    kept = sorted({worker.pipeline for m, worker in before.workers.items() if m in members})
+    of_kept = {m for m, worker in before.workers.items() if worker.pipeline in kept}
+    fewer = assign_survivors(before, {*members} | of_kept)
+    if fewer is None or fewer.plan.num_pipelines != len(kept):
+        return before, times  # what was absent makes a pipeline
+    numbers = {old: new for new, old in enumerate(kept)}
+    crossings = {
+        (Worker(a.stage, numbers[a.pipeline]), Worker(b.stage, numbers[b.pipeline])): link
+        for (a, b), link in times.crossings.items()
+        if a.pipeline in numbers and b.pipeline in numbers
+    }
+    pipelines = tuple(times.pipelines[number] for number in kept)
+    return fewer, GridTimes(pipelines=pipelines, crossings=crossings)
+
+
+def _counts(plan: Plan, total: int | None) -> list[int]:
+    """Return the micro-batches of each pipeline; a plan without numbers shares them evenly."""
+    numbers = [pipeline.num_microbatches for pipeline in plan.pipelines]
+    known = [number for number in numbers if number is not None]
+    if len(known) == len(numbers):
+        return known
+    assert total is not None, "the plan has no numbers"
+    share, rest = divmod(total, len(numbers))
+    return [share + (number < rest) for number in range(len(numbers))]
 
 
 def _places(before: Assignment, members: Collection[int]) -> dict[int, Worker]:
@@ -130,17 +167,15 @@ def _dissolved_step(
 ) -> Seconds:
     """Return the step of the whole pipelines, of the slowest one.
 
-    A plan without numbers shares the micro-batches evenly. A spare that takes no place of a lost
-    member counts as the worker of the first pipeline.
+    A spare that takes no place of a lost member counts as the worker of the first pipeline.
     """
     plan, longest = dissolved.plan, 0.0
-    ranked = dissolved.members_by_rank
+    ranked, counts = dissolved.members_by_rank, _counts(dissolved.plan, total)
     for number, pipeline in enumerate(plan.pipelines):
         row = ranked[number * plan.num_stages : (number + 1) * plan.num_stages]
         places = [workers.get(member, Worker(stage, 0)) for stage, member in enumerate(row)]
         of_row = _pipeline_times(places, times)
-        share, rest = divmod(total, plan.num_pipelines)
-        count = pipeline.num_microbatches or share + (number < rest)
+        count = counts[number]
         if pipeline.schedule == AUTO:
             spec = choose_schedule(of_row, count, max_in_flight or (count,) * plan.num_stages)
         else:
@@ -174,6 +209,6 @@ def _reason(
         return f"reroute: {rerouted}, and no pipeline is whole"
     count = dissolved.plan.num_pipelines
     whole = f"with {count} whole pipeline{'s' if count > 1 else ''}"
-    if rerouting.length < step * (1 - _SAME):
+    if rerouting.length < step * (1 - _WORTHWHILE):
         return f"reroute: {rerouted}, {whole} {step:.4g} s"
     return f"dissolve: {whole} a step takes {step:.4g} s, {rerouted}"

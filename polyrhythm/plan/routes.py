@@ -53,7 +53,7 @@ class GridTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """Who runs which micro-batch. A pipeline without a single worker has micro-batches, too."""
+    """Who runs which micro-batch, at each stage."""
 
     num_stages: int
     lost: tuple[Worker, ...]  # sorted

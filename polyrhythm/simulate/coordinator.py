@@ -23,6 +23,7 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
+from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
@@ -32,9 +33,13 @@ CommandHandler = Callable[[Worker, Assign | Commit | Abort | Skip | CopyFrom], N
 
 class SimulatedCoordinator:
     def __init__(
-        self, setup: Setup, clock: Clock, on_command: CommandHandler, log: DecisionLog | None = None
+        self,
+        setup: Setup,
+        clock: Clock,
+        on_command: CommandHandler,
+        log: DecisionLog[Scheduler] | None = None,
     ) -> None:
-        self.scheduler = setup.scheduler()
+        self.scheduler = setup.scheduler() if log is None else log.machine
         self._clock, self._on_command, self._log = clock, on_command, log
         self._latency_to: dict[Worker, Seconds] = {}
         self._latency_from: dict[Worker, Seconds] = {}

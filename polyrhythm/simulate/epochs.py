@@ -6,14 +6,15 @@ in which the loss is noticed and they connect again. In each epoch pipelines hav
 they have in training.
 
 Departures: devices may return, which the runtime does not allow yet: the epoch ends after a step as
-soon as they make one more pipeline. If none is whole, the job waits for that, as if it went on from
-a checkpoint of its last step. What replicas send one another when shards of the optimizer's state
-are divided anew takes no time.
+soon as they make one more pipeline, or fill a hole. If none is whole, the job waits for that, as if
+it went on from a checkpoint of its last step. What replicas send one another when shards of the
+optimizer's state are divided anew takes no time. If asked to, micro-batches are rerouted around
+lost devices (`rerouted.py`).
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,10 @@ from polyrhythm.events import Event
 from polyrhythm.plan.after_loss import decide_after_loss
 from polyrhythm.plan.plan import PipelinePlan, Plan
 from polyrhythm.plan.predict import predict
+from polyrhythm.plan.recompute import recomputed_layers
+from polyrhythm.plan.reroute import RerouteDecision, decide_rerouting
+from polyrhythm.plan.rerouted_order import Rerouting
+from polyrhythm.plan.routes import GridTimes
 from polyrhythm.plan.survivors import Assignment, assign_survivors, first_assignment
 from polyrhythm.schedule.spec import ScheduleSpec
 from polyrhythm.simulate.averaging import Observer
@@ -35,6 +40,7 @@ from polyrhythm.simulate.faults import STATE_FACTOR
 from polyrhythm.simulate.from_plan import num_buckets
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.network import SimulatedNetwork
+from polyrhythm.simulate.rerouted import ReroutedSimulation, grid_times
 from polyrhythm.simulate.result import EpochChange, SimulationResult
 from polyrhythm.simulate.run_log import RunLog
 from polyrhythm.simulate.simulator import Simulation
@@ -55,15 +61,26 @@ def simulate_epochs(
     observers: Sequence[Observer],
     run: Path | None,
     replans: bool,
+    reroutes: bool = False,
 ) -> SimulationResult:
     """Simulate `num_steps` steps of the job; see `simulate`."""
-    return _Epochs(job, num_steps, each, observers, run, replans).result()
+    return _Epochs(job, num_steps, each, observers, run, replans, reroutes).result()
 
 
 class _Fault(NamedTuple):
     at: Seconds
     is_join: bool  # False first: a loss at the same time
     device: str
+
+
+class _Choice(NamedTuple):
+    """How the devices that are present go on."""
+
+    assignment: Assignment | None  # of whole pipelines; if rerouted, with places of lost ones
+    pause: Seconds  # before
+    why: str
+    rerouting: Rerouting | None = None
+    workers: Mapping[int, Worker] = {}  # by member: its place, if it has one
 
 
 class _Devices:
@@ -161,13 +178,18 @@ class _Epochs:
         observers: Sequence[Observer],
         run: Path | None,
         replans: bool,
+        reroutes: bool,
     ) -> None:
+        self._reroutes = reroutes
         self._job, self._num_steps, self._each, self._observers = job, num_steps, each, observers
         self._run, self._replans, self._devices = run, replans, _Devices(job)
         self._first = _plan_of(job)
         self._assignment = first_assignment(self._first)
+        self._rerouting: Rerouting | None = None
+        self._workers = self._assignment.workers  # of those who have a place, by member
         self._known = _devices_of(self._first)
         self._running: Assignment | None = None  # the last one that has computed
+        self._ran: Mapping[int, Worker] = {}  # its workers
         self._kept_state = set[str]()  # devices that have been present since it began
         self._replicas: tuple[Replica, ...] = ()  # of the assignment
         self._now, self._num_done, self._number = 0.0, 0, 0
@@ -211,17 +233,23 @@ class _Epochs:
     def _compute(self) -> str:
         """Simulate an epoch, and what follows it; return why the job cannot go on."""
         self._number += 1
-        self._running, start = self._assignment, self._now
+        self._running, self._ran, start = self._assignment, self._workers, self._now
         self._kept_state = {*self._devices.present}
         job = self._job_of(self._running)
-        log = self._new_log(job)
         num_left = self._num_steps - self._num_done
-        simulation = Simulation(job, num_left, self._each, self._observers, log, start=start)
+        simulation: Simulation | ReroutedSimulation
+        if self._rerouting is None:
+            log = self._new_log(job)
+            simulation = Simulation(job, num_left, self._each, self._observers, log, start=start)
+        else:
+            log, times = None, self._grid_times(self._running)
+            simulation = ReroutedSimulation(job, self._rerouting, times, num_left, start=start)
         why, lost = self._simulate_epoch(simulation)
         num_done = num_left if simulation.is_done else min(simulation.num_done, num_left)
         samples = self._samples_of(self._running.plan)
         self._totals.add(simulation.collect(why), num_done, start, samples)
         if log is not None:
+            assert isinstance(simulation, Simulation), "others have no log"
             self._events += log.events(simulation.take_records(), num_done)
         self._now, self._num_done = simulation.now, self._num_done + num_done
         if why or self._num_done == self._num_steps:
@@ -231,7 +259,7 @@ class _Epochs:
         what = f"{', '.join(sorted(lost))} {'is' if len(lost) == 1 else 'are'} lost"
         return self._form(self._now + NOTICE, what)
 
-    def _simulate_epoch(self, simulation: Simulation) -> tuple[str, list[str]]:
+    def _simulate_epoch(self, simulation: Simulation | ReroutedSimulation) -> tuple[str, list[str]]:
         """Simulate until the epoch ends; return why it cannot go on, and which devices it lost."""
         simulation.start()
         grows = False
@@ -259,7 +287,8 @@ class _Epochs:
         ended, from_checkpoint = self._now, False
         while True:
             self._advance(at)
-            found, pause, why = self._decide()
+            choice = self._decide()
+            found, pause, why = choice.assignment, choice.pause, choice.why
             if found is None:
                 at, from_checkpoint = self._devices.next_at, True
                 if at == math.inf:
@@ -277,6 +306,7 @@ class _Epochs:
             self._now = at
             return self._stopped(error.wrong)
         self._assignment, self._first, self._now = found, found.first, at + pause
+        self._rerouting, self._workers = choice.rerouting, choice.workers
         if self._running is None and not self._known <= self._devices.present:
             what = "devices are missing"
         if what:
@@ -287,8 +317,7 @@ class _Epochs:
         last = max((end for ends in self._totals.ends for end in ends), default=0.0)
         return f"no pipeline could continue after {last:.4g} s: {why}"
 
-    def _decide(self) -> tuple[Assignment | None, Seconds, str]:
-        """Return the next assignment, None if there is none; the pause before it; and why."""
+    def _decide(self) -> _Choice:
         kept = self._kept()
         pause = 0.0 if self._running is None else RECONNECT
         why = "" if kept is None else kept.why
@@ -303,28 +332,78 @@ class _Epochs:
             )
             why = f"{why}; {decision.why}" if why else decision.why
             if decision.plan is not None:
-                return first_assignment(decision.plan), pause + decision.pause, why
-        return kept, pause + (0.0 if kept is None else self._copy_time(kept)), why
+                found = first_assignment(decision.plan)
+                return _Choice(found, pause + decision.pause, why, None, found.workers)
+        if self._reroutes and (rerouted := self._rerouted()).rerouting is not None:
+            before, workers = rerouted.before, rerouted.workers
+            pause += self._copy_time(before, workers)
+            return _Choice(before, pause, rerouted.why, rerouted.rerouting, workers)
+        if kept is None:
+            return _Choice(None, pause, why)
+        return _Choice(kept, pause + self._copy_time(kept, kept.workers), why, None, kept.workers)
 
-    def _kept(self) -> Assignment | None:
-        """Return the assignment of the devices that are present, with their layers kept."""
-        members = [
+    def _rerouted(self) -> RerouteDecision:
+        """Decide whether micro-batches are rerouted around lost workers."""
+        before = self._before()
+        times = self._grid_times(before)
+        return decide_rerouting(
+            before,
+            self._members(),
+            times,
+            max_in_flight=self._max_in_flight(before.plan),
+        )
+
+    def _grid_times(self, assignment: Assignment) -> GridTimes:
+        stages, replicas = self._stages_of(assignment.plan), self._replicas_of(assignment)
+        return grid_times(self._job.cluster, stages, replicas)
+
+    def _max_in_flight(self, plan: Plan) -> tuple[int, ...] | None:
+        """Return how many micro-batches fit on each stage; None if memory is not known."""
+        if self._job.planned is None:
+            return None
+        problem, size, batch = self._job.planned.problem, plan.microbatch_size, plan.batch
+        assert size is not None, "it was predicted"
+        assert batch is not None, "it was predicted"
+        fits = [
+            [
+                problem.max_in_flight(
+                    problem.index[part.device],
+                    plan.layers(part.first),
+                    size,
+                    batch // size,
+                    recomputed_layers(plan, part),
+                    num_pipelines=plan.num_pipelines,
+                )
+                for part in pipeline.parts
+            ]
+            for pipeline in plan.pipelines
+        ]
+        return tuple(max(1, min(of_stage)) for of_stage in zip(*fits, strict=True))
+
+    def _members(self) -> list[int]:
+        """Return the members that are present."""
+        return [
             rank
             for rank in range(self._first.num_workers)
             if _device(self._first, rank) in self._devices.present
         ]
-        before = self._assignment
-        if not {*members} <= {*before.members}:  # devices have returned
-            before = first_assignment(self._first)
-        return assign_survivors(before, members)
+
+    def _before(self) -> Assignment:
+        """Return the assignment that the next one follows from; the first if devices returned."""
+        known = {*self._members()} <= {*self._assignment.members}
+        return self._assignment if known else first_assignment(self._first)
+
+    def _kept(self) -> Assignment | None:
+        """Return the assignment of the devices that are present, with their layers kept."""
+        return assign_survivors(self._before(), self._members())
 
     def _would_grow(self) -> bool:
         """Whether devices that have returned are of use."""
-        found, _, _ = self._decide()
-        if found is None:
+        choice = self._decide()
+        if choice.assignment is None:
             return False
-        is_divided_anew = found.first is not self._first
-        return is_divided_anew or found.plan.num_pipelines > self._assignment.plan.num_pipelines
+        is_divided_anew = choice.assignment.first is not self._first
+        return is_divided_anew or len(choice.workers) > len(self._workers)
 
     def _is_member(self, device: str) -> bool:
         return any(_device(self._first, rank) == device for rank in self._assignment.members)
@@ -334,18 +413,18 @@ class _Epochs:
 
         In decoupled, a replica's buddy is the next one, and has a copy of its shard.
         """
-        before = self._running
+        before, ran = self._running, self._ran
         if before is None or not self._job.decoupled:
             return ""
-        ranked, num_stages = before.members_by_rank, before.plan.num_stages
-        for stage in range(num_stages):
-            names = [_device(before.first, member) for member in ranked[stage::num_stages]]
+        for stage in range(before.plan.num_stages):
+            replicas = sorted((m for m in ran if ran[m].stage == stage), key=ran.__getitem__)
+            names = [_device(before.first, member) for member in replicas]
             for name, buddy in zip(names, [*names[1:], names[0]], strict=True):
                 if not {name, buddy} & self._kept_state:
                     return f"{name} and its buddy {buddy} were lost before others had their shard"
         return ""
 
-    def _copy_time(self, found: Assignment) -> Seconds:
+    def _copy_time(self, found: Assignment, workers: Mapping[int, Worker]) -> Seconds:
         """Return how long members without state, such as spares, copy that of another one.
 
         At the links' speeds in the cluster. Nothing is copied to a stage that nobody is left of.
@@ -355,17 +434,17 @@ class _Epochs:
             return 0.0
         network = SimulatedNetwork(self._job.cluster, self._job.gateways)
         index = {name: number for number, name in enumerate(self._devices.names)}
-        place = {member: index[_device(found.first, member)] for member in found.workers}
+        place = {member: index[_device(found.first, member)] for member in workers}
         stages, longest = self._stages_of(found.plan), 0.0
-        holders = {m for m in before.workers if _device(before.first, m) in self._kept_state}
-        for member in found.workers.keys() - holders:
-            stage = found.workers[member].stage
+        holders = {m for m in self._ran if _device(before.first, m) in self._kept_state}
+        for member in workers.keys() - holders:
+            stage = workers[member].stage
             work = stages[stage]
             size = work.gradient_bytes if work.parameter_bytes is None else work.parameter_bytes
             times = [
                 network.transfer(place[source], place[member], STATE_FACTOR * size)
-                for source in found.workers.keys() & holders
-                if found.workers[source].stage == stage
+                for source in workers.keys() & holders
+                if workers[source].stage == stage
             ]
             longest = max(longest, min(times, default=0.0))
         return longest

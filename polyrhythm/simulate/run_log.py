@@ -35,7 +35,8 @@ class RunLog:
                 fix="use another folder, or remove it",
             )
         self._folder, self._job = folder, job
-        self.decisions = DecisionLog(decision_log_path(folder, number), job.setup)
+        path, scheduler = decision_log_path(folder, number), job.setup.scheduler()
+        self.decisions = DecisionLog(path, job.setup, scheduler)
         self._first_step = first_step
         self.averages: list[tuple[Assign, Seconds, Seconds]] = []
         # Run, number, start, end of its last action, and end of its sync.

@@ -53,6 +53,7 @@ def simulate(
     observers: Sequence[Observer] = (),
     run: Path | None = None,
     replans: bool = False,
+    reroutes: bool = False,
 ) -> SimulationResult:
     """Simulate `num_steps` steps per pipeline on average: fast pipelines may run more.
 
@@ -61,7 +62,8 @@ def simulate(
 
     In an exact mode `num_steps` are steps of the job: after a loss the survivors compute the whole
     batch (`simulate/epochs.py`). With `replans` they divide the layers anew where that is predicted
-    to pay off, which the runtime does not do yet.
+    to pay off, and with `reroutes` pipelines with a hole go on where that is faster than dissolving
+    them (`plan/reroute.py`), which the runtime does not do yet.
     """
     from polyrhythm.simulate.epochs import simulate_epochs  # late: it imports this module
 
@@ -70,7 +72,13 @@ def simulate(
     split = split_regions(job)
     if split.has_epochs:
         result = simulate_epochs(
-            split, num_steps, each=each, observers=observers, run=run, replans=replans
+            split,
+            num_steps,
+            each=each,
+            observers=observers,
+            run=run,
+            replans=replans,
+            reroutes=reroutes,
         )
     else:
         log = None if run is None else RunLog(run, split)

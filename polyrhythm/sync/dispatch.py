@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.snapshot import register_state
 
 Range = tuple[int, int]  # positions from start to end, end excluded
 Ranges = tuple[Range, ...]
@@ -190,3 +191,6 @@ def _split_ranges(ranges: Ranges, count: int, end: float) -> tuple[Ranges, Range
 
 def _ranges(chunks: Mapping[int, Ranges]) -> Iterator[Range]:
     return (one_range for ranges in chunks.values() for one_range in ranges)
+
+
+register_state(SamplerState, SampleLedger)

@@ -27,6 +27,7 @@ from polyrhythm.sync.protocol import (
     QueryProgress,
     SampleProgress,
 )
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Worker
 
 _RequestKey = tuple[Worker, int, int | None]  # worker, chunk, `until`
@@ -158,3 +159,6 @@ class DispatchHandler:
 
 def _no_samples(request: Acquire, *, why: str) -> Acquired:
     return Acquired(request.worker, request.number, request.until, (), why)
+
+
+register_state(DispatchHandler)

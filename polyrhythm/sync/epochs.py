@@ -28,11 +28,12 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 
 from polyrhythm.sync.protocol import Count, Name
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Seconds
 
 Member = int  # the rank that the launcher gave to a process
@@ -209,6 +210,27 @@ class _Record:
     is_awaiting: bool = False
     is_departing: bool = False
     is_announced: bool = False  # as departing, by the Begin of the current epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochsSetup:
+    """The setup of a job's epochs as plain data: equal setups make epochs that decide equally."""
+
+    num_expected: int  # members without which the first epoch does not begin
+    answer_timeout: Seconds  # until a member awaits the next epoch after an end
+    # After the first one asks to leave, or to join: others that do so at the same time go with it.
+    departure_window: Seconds = 0.5
+    # After the first report of a broken link: others tell which of its ends has more of them.
+    report_window: Seconds = 1.0
+
+    def epochs(self) -> "JobEpochs":
+        """Create new epochs."""
+        return JobEpochs(
+            self.num_expected,
+            self.answer_timeout,
+            departure_window=self.departure_window,
+            report_window=self.report_window,
+        )
 
 
 @dataclass(slots=True)
@@ -502,3 +524,6 @@ class JobEpochs:
             names = ", ".join(f"process {m} on {self.present[m].node}" for m in members)
             texts += [f"{names} {verb}{'s' * (len(members) == 1)}"] * bool(names)
         return "; ".join(texts)
+
+
+register_state(JobEpochs, Absence, _Phase, _Record, *get_args(Command))

@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policy import Policy
 from polyrhythm.sync.protocol import Abort, Assign, Commit, Skip
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 NUM_SAMPLES = 64  # past durations kept
@@ -540,3 +541,8 @@ class GroupWaits:
     def pop_next(self) -> GroupWait:
         """Remove and return the wait with the deadline of `next_deadline`."""
         return heapq.heappop(self._heap)
+
+
+register_state(Limits, LearnedTimeout, StagePolicy, MemberStatus, MemberState, Membership)
+register_state(GroupRound, GroupQueue, GroupWait, GroupWaits, BrokenLinks, _BrokenLink)
+register_state(median, min)  # of learned timeouts

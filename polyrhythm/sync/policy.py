@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 MAX_NAMED = 4  # a reason names at most this many missing workers
@@ -286,3 +287,6 @@ def _has_not_joined(worker: Worker) -> PolicyError:
         expected="on_join before any other call for a worker",
         fix="call on_join for it first",
     )
+
+
+register_state(Roster, GroupLedger)

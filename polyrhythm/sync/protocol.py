@@ -6,12 +6,13 @@ is a count of steps. Every event names the incarnation of its sender, which grow
 worker restarts, so that messages of an earlier incarnation can be recognized.
 """
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
 from polyrhythm.sync.dispatch import Ranges, SamplerState
-from polyrhythm.types import Seconds, Worker
+from polyrhythm.sync.snapshot import register_state
+from polyrhythm.types import Group, Seconds, Worker
 
 Count = Annotated[int, msgspec.Meta(ge=0)]  # checked when a message is decoded
 MAX_CHUNK_SIZE = 1 << 40  # so that a position plus a size fits into 64 bits
@@ -232,3 +233,5 @@ Event = (
     | Leave
 )
 Command = Assign | Commit | Abort | Skip | Acquired | SampleProgress | CopyFrom | Refuse
+
+register_state(Worker, Group, *get_args(Event), *get_args(Command))

@@ -69,6 +69,7 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 # These are always answered, if only by a refusal.
@@ -129,19 +130,6 @@ class Scheduler:
         self._early_members: list[MemberState] = []  # with messages that came before a step ended
         self._out: list[Command] = []  # of the current event
         self._now, self._timer = -math.inf, self._first_timer
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
-            Join: self._on_join,
-            Request: self._on_request,
-            Ready: self._on_ready,
-            AverageAll: self._on_average_all,
-            Done: self._on_done,
-            Acquire: self._on_sample_event,
-            Acknowledge: self._on_sample_event,
-            QueryProgress: self._on_sample_event,
-            Timer: lambda event: None,
-            Dead: self._on_end,
-            Leave: self._on_end,
-        }
 
     def step(self, event: Event) -> list[Command]:
         """Handle `event`, after all timers that are due by then, and return the commands."""
@@ -153,7 +141,7 @@ class Scheduler:
             self.counters["time_backwards"] += 1
         if self._now >= self._timer:
             self._fire_timers()
-        self._handlers[type(event)](event)
+        _HANDLERS[type(event)](self, event)
         if self._dispatch is not None:
             for idle in self._dispatch.idle():
                 self._set_idle(idle)
@@ -813,3 +801,19 @@ def _have_met(group_round: GroupRound) -> bool:
     """Whether all members are connected with one another."""
     bits = _bits(group_round.members)
     return all(not bits & ~member.met for member in group_round.members)
+
+
+_HANDLERS: dict[type[Event], Callable[[Scheduler, Any], None]] = {
+    Join: Scheduler._on_join,
+    Request: Scheduler._on_request,
+    Ready: Scheduler._on_ready,
+    AverageAll: Scheduler._on_average_all,
+    Done: Scheduler._on_done,
+    Acquire: Scheduler._on_sample_event,
+    Acknowledge: Scheduler._on_sample_event,
+    QueryProgress: Scheduler._on_sample_event,
+    Timer: lambda scheduler, event: None,
+    Dead: Scheduler._on_end,
+    Leave: Scheduler._on_end,
+}
+register_state(Scheduler)

@@ -1,6 +1,5 @@
 """Trainer jobs of which workers are lost, and what the survivors must have then."""
 
-import json
 import os
 import signal
 import threading
@@ -9,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
+from polyrhythm.sync.decision_log import membership_changes
 from polyrhythm.types import Seconds
 from tests.gloo.faults import Fault, after_step
 from tests.gloo.trainer_jobs import plan_of, samples, trainer
@@ -103,7 +104,8 @@ def stopped_until_lost(folder: Path, *, step: int, rank: int) -> Iterator[Fault]
         return fault(ctx)
 
     def wake() -> None:
-        wait_until(lambda: (folder / "logs/membership.jsonl").exists(), "the job starts")
+        log = folder / "logs/membership.jsonl"
+        wait_until(lambda: log.exists() and log.stat().st_size > 0, "the job starts")
         wait_until(lambda: "Lost" in {e["event"] for e in membership(folder)}, "it is lost")
         os.kill(int(pid_file.read_text()), signal.SIGCONT)
 
@@ -117,5 +119,5 @@ def stopped_until_lost(folder: Path, *, step: int, rank: int) -> Iterator[Fault]
 
 def membership(folder: Path) -> list[dict[str, Any]]:
     """Return the coordinator's log."""
-    lines = (folder / "logs/membership.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    changes = membership_changes(folder / "logs/membership.jsonl")
+    return [{"event": name, **msgspec.structs.asdict(change)} for name, change in changes]

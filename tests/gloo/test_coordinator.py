@@ -9,6 +9,7 @@ import pytest
 from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.coordinator.sessions import Accepted, Heartbeat, Welcome
+from polyrhythm.sync import scheduler
 from polyrhythm.sync.decision_log import DecisionReader, replay
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.protocol import Assign, Commit, Done, Join, Leave, Ready, Refuse, Skip
@@ -132,11 +133,13 @@ def test_startup_timeout_starts_present_workers_and_late_join_starts_at_once() -
             assert late.receive(Welcome) == Welcome(2)
 
 
-def test_internal_error_stops_server_and_reaches_all_workers() -> None:
+def test_internal_error_stops_server_and_reaches_all_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     setup = setup_of(pipelines=2)
     coordinator = coordinator_of(setup).start()
     with joined_workers(coordinator.address, setup) as (first, second):
-        coordinator.scheduler._handlers[Ready] = lambda event: 1 / 0
+        monkeypatch.setitem(scheduler._HANDLERS, Ready, lambda scheduler, event: 1 / 0)
         with pytest.raises(PeerError, match="the coordinator has failed: ZeroDivisionError"):
             first.step()
         with pytest.raises(PeerError, match="the coordinator has failed"):

@@ -30,7 +30,8 @@ EVENTS: list[Event] = [
 
 
 def decide(folder: Path, events: list[Event] = EVENTS) -> Path:
-    scheduler, log = SETUP.scheduler(), DecisionLog(folder / LOG_NAME, SETUP)
+    scheduler = SETUP.scheduler()
+    log = DecisionLog(folder / LOG_NAME, SETUP, scheduler)
     for event in events:
         log.add(event, scheduler.step(event))
     log.close()

@@ -119,7 +119,8 @@ def test_folder_of_runs_suggests_the_newest_with_a_scheduler(
         (b'{"schema":9,"polyrhythm":"9.9","setup":{}}\n', "schema 9, by polyrhythm 9.9"),
         (b'{"schema":1,"polyrhythm":"0.1","setup":{}}\n', "schema 1, by polyrhythm 0.1"),
         (b'{"schema":2,"polyrhythm":"0.2","setup":{}}\n', "schema 2, by polyrhythm 0.2"),
-        (b'{"schema":4,"polyrhythm":"0.2","setup":{"policy":"age"}}\n', "num_stages"),
+        (b'{"schema":4,"polyrhythm":"0.2","setup":{}}\n', "schema 4, by polyrhythm 0.2"),
+        (b'{"schema":5,"polyrhythm":"1","log":"scheduler","setup":{"policy":"age"}}\n', "num_stag"),
     ],
 )
 def test_invalid_logs_and_other_versions_are_refused(
@@ -134,7 +135,7 @@ def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     log = decide(tmp_path)
     with log.open("ab") as file:
         file.write(b"garbage\n")
-    assert f"{log}:{len(EVENTS) + 2}: " in refusal(tmp_path, capsys)
+    assert f"{log}: line {len(EVENTS) + 2}: " in refusal(tmp_path, capsys)
 
 
 def test_a_run_with_several_schedulers_replays_all_of_them(

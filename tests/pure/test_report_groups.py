@@ -94,7 +94,8 @@ def test_many_workers_that_left_are_summarised(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup = Setup(policy="all_reduce", num_stages=1, num_pipelines=20)
-    scheduler, log = setup.scheduler(), DecisionLog(tmp_path / LOG_NAME, setup)
+    scheduler = setup.scheduler()
+    log = DecisionLog(tmp_path / LOG_NAME, setup, scheduler)
     workers = [Worker(0, pipeline) for pipeline in range(20)]
     joins: list[Event] = [Join(worker, "node", 0, 1, 5.0) for worker in workers]
     for event in [*joins, *(Leave(w, 1, 10.0 + w.pipeline) for w in workers)]:

@@ -345,7 +345,7 @@ def test_dispatch_replays_from_the_decision_log(tmp_path: Path) -> None:
     while not job.is_over:
         job.act()
     assert job.counted == [3, 4, 8, *range(20, 60)]
-    log = DecisionLog(tmp_path / "log", setup)
+    log = DecisionLog(tmp_path / "log", setup, setup.scheduler())
     for event, commands in job.log:
         log.add(event, commands)
     log.close()

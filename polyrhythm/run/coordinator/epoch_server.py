@@ -27,6 +27,7 @@ from polyrhythm.errors import PolicyError, UserError
 from polyrhythm.run.coordinator.group_host import GroupHost
 from polyrhythm.run.coordinator.keys import ServerKeys
 from polyrhythm.run.coordinator.sockets import RouterSocket
+from polyrhythm.sync.decision_log import DecisionLog, clock
 from polyrhythm.sync.epochs import (
     Await,
     Begin,
@@ -35,6 +36,7 @@ from polyrhythm.sync.epochs import (
     Depart,
     End,
     Enroll,
+    EpochsSetup,
     Event,
     Fenced,
     Finish,
@@ -114,7 +116,6 @@ FromMember = (
     | MemberHeartbeat
 )
 ToMember = Begin | End | Committed | Fenced | GroupsHosted | MemberHeartbeat | ServiceEnded
-_LOGGED = (Enroll, Depart, Unreachable, Finish, Lost, Begin, End, Fenced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,16 +227,14 @@ class EpochServer:
         timeouts: LossTimeouts | None = None,
         log: Path | None = None,
     ) -> None:
-        """The first epoch begins with `num_members`; `log` gets a line of JSON per event.
-
-        The log is written from the first event on, without votes and their commits.
-        """
+        """The first epoch begins with `num_members`; `log` gets all events (`decision_log.py`)."""
         self._timeouts = timeouts or LossTimeouts()
-        self.epochs = JobEpochs(num_members, self._timeouts.answer)
+        setup = EpochsSetup(num_expected=num_members, answer_timeout=self._timeouts.answer)
+        self.epochs = setup.epochs()
         self._socket = _EpochSocket(bind, keys, num_peers=num_members)
         self.address = self._socket.address
         self._groups = GroupHost(f"{self.address.rpartition(':')[0]}:0", keys)
-        self._log_path, self._log = log, None if log is None else deque[bytes]()
+        self._log = None if log is None else self._open_log(log, setup, keys)
         self._counters: Counter[str] = Counter()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromMember).decode
@@ -319,6 +318,8 @@ class EpochServer:
             self._socket.close()
             self._groups.close_all()
             self._groups.join(CLOSE_TIMEOUT)
+            if self._log is not None:
+                self._log.close()
         finally:
             self._ended.set()
 
@@ -328,8 +329,8 @@ class EpochServer:
         self._socket.wait(min(due - time.monotonic(), _LONGEST_POLL))
         received = self._socket.receive(_MAX_BATCH)
         for routing_id, frame in received:
-            self._on_message(routing_id, frame, time.monotonic())
-        now = time.monotonic()
+            self._on_message(routing_id, frame, clock())
+        now = clock()
         self._extend_after_stall(now - self._last_run_at)
         self._last_run_at = now
         if self.epochs.next_timer() <= now:
@@ -342,7 +343,8 @@ class EpochServer:
         if self._next_check_at() <= now and len(received) < _MAX_BATCH:
             self._check_suspects(now)
             self._check_heartbeats(now)
-        self._write_log()
+        if self._log is not None:
+            self._log.flush()
 
     def _on_message(self, routing_id: bytes, frame: zmq.Frame, now: Seconds) -> None:
         data = frame.bytes
@@ -415,11 +417,12 @@ class EpochServer:
 
     def _step(self, event: Event, sender: bytes | None = None) -> None:
         """Pass an event of the connection `sender` to the epochs, and send their commands."""
-        commands = self.epochs.step(event)
-        # The exit of a process that has finished, or is lost already, is no event.
-        is_news = bool(commands) or self.epochs.epoch == 0 or not isinstance(event, Lost)
-        if is_news and isinstance(event, _LOGGED):
-            self._add_to_log(event)
+        commands: list[Command] = []
+        try:
+            commands = self.epochs.step(event)
+        finally:  # a replay of the log then reproduces the defect
+            if self._log is not None:
+                self._log.add(event, commands)
         if isinstance(event, Finish):
             self._connections.pop((event.member, event.incarnation), None)
         elif isinstance(event, Enroll) and sender is not None:
@@ -431,8 +434,6 @@ class EpochServer:
             self._send_command(command, sender)
 
     def _send_command(self, command: Command, sender: bytes | None) -> None:
-        if isinstance(command, _LOGGED):
-            self._add_to_log(command)
         data = self._encode(command)
         if isinstance(command, Fenced):
             key = command.member, command.incarnation
@@ -523,23 +524,13 @@ class EpochServer:
             default=math.inf,
         )
 
-    def _add_to_log(self, message: Event | Command) -> None:
-        if self._log is not None:
-            fields = msgspec.structs.asdict(message)
-            fields.pop("now", None)
-            line = {"time": time.time(), "event": type(message).__name__, **fields}
-            self._log.append(msgspec.json.encode(line))
-
-    def _write_log(self) -> None:
-        """Append the new lines to the file: after the commands are sent, as nobody waits for it.
-
-        An error, as of a full disk, ends the log, and not the job.
-        """
-        if self._log and self._log_path is not None:
-            try:
-                with self._log_path.open("ab") as file:
-                    while self._log:
-                        file.write(self._log.popleft() + b"\n")
-            except OSError as error:
-                self._log = None
-                _logger.warning("the log %s ends here: %s", self._log_path, error)
+    def _open_log(
+        self, path: Path, setup: EpochsSetup, keys: ServerKeys
+    ) -> DecisionLog[JobEpochs] | None:
+        """Begin the log; without it the job goes on."""
+        try:
+            job = keys.pair.public
+            return DecisionLog(path, setup, self.epochs, job=job, in_background=True)
+        except OSError as error:
+            _logger.warning("no log of the membership: %s: %s", path, error)
+            return None

@@ -40,7 +40,7 @@ from polyrhythm.run.coordinator.sessions import (
     protocol_mismatch,
 )
 from polyrhythm.run.coordinator.sockets import RouterSocket
-from polyrhythm.sync.decision_log import DecisionLog
+from polyrhythm.sync.decision_log import DecisionLog, clock
 from polyrhythm.sync.protocol import (
     Acquired,
     Command,
@@ -54,6 +54,7 @@ from polyrhythm.sync.protocol import (
     Skip,
     Timer,
 )
+from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Seconds, Worker
 
@@ -103,7 +104,10 @@ class Coordinator:
         self._socket = RouterSocket(bind, keys, num_peers=len(setup.workers))
         self.address = self._socket.address
         try:
-            self._log = None if log is None else DecisionLog(log, setup, in_background=True)
+            self._log: DecisionLog[Scheduler] | None = None
+            if log is not None:
+                job = keys.pair.public
+                self._log = DecisionLog(log, setup, self.scheduler, job=job, in_background=True)
         except OSError:
             self._socket.close()
             raise
@@ -224,8 +228,8 @@ class Coordinator:
         self._socket.wait(min(due - time.monotonic(), LONGEST_POLL))
         received = self._socket.receive(MAX_BATCH)
         for routing_id, frame in received:
-            self._on_message(routing_id, frame, time.monotonic())
-        now = time.monotonic()
+            self._on_message(routing_id, frame, clock())
+        now = clock()
         if self.scheduler.next_timer() <= now:
             self._step(Timer(now))
         while self._reported_dead:

@@ -19,7 +19,7 @@ from polyrhythm.events import WORKERS
 from polyrhythm.plan.options import Recompute
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.store import JobStore, Members
-from polyrhythm.sync.decision_log import decision_log_paths, later_paths
+from polyrhythm.sync.decision_log import LogFiles, decision_log_paths
 
 CLUSTER, PROFILE, PLAN = "cluster.toml", "profile.json", "plan.json"
 _LOCK = "lock"
@@ -126,7 +126,7 @@ def _lock(run: Path) -> tuple[IO[str] | None, str]:
         previous = next(p for i in count(1) if not (p := run / f"{WORKERS}.{i}").exists())
         logs.rename(previous)
         for log in decision_log_paths(run):
-            for path in (log, *later_paths(log)):
+            for path in LogFiles.of(log):
                 if path.exists():
                     path.rename(previous / path.name)
     return lock, ""

@@ -20,6 +20,7 @@ from polyrhythm.sync.policies.windowed import (
     WindowRule,
     target_size,
 )
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 
@@ -160,3 +161,6 @@ class UnionConnectivity:
         since = self._num_groups - (self.last_groups - 1)
         while self._recent and self._joined[self._recent[0]] <= max(since, 0):
             self._required |= 1 << self._recent.popleft().pipeline
+
+
+register_state(Adaptive, UnionConnectivity)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policies.windowed import EnforcementToken, WindowedGroups, WindowRule
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 _ABSENT_CLOCK = -(2**62)  # the clock of an absent worker: none of its updates is ever missing
@@ -161,3 +162,6 @@ class CausalAge:
         self._seen = [np.append(row, none) for row in self._seen]
         self._seen += [self._empty_row() for _ in none]
         self._open_rows = {first: np.append(row, none) for first, row in self._open_rows.items()}
+
+
+register_state(Age, CausalAge)

@@ -11,6 +11,7 @@ Framework for Heterogeneity-aware Pipeline-parallel Training", PVLDB 16(9), 2023
 from dataclasses import dataclass, field
 
 from polyrhythm.sync.policy import Roster, RosterPolicy, format_workers
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds
 
 
@@ -72,3 +73,6 @@ class AverageAllPolicy(RosterPolicy):
         if not self._roster.all_ready(now):
             return []
         return [Group(self._roster.pop_ready(), why="average_all")]
+
+
+register_state(AllReduce, AverageAllPolicy)

@@ -20,6 +20,7 @@ import random
 from dataclasses import dataclass, field
 
 from polyrhythm.sync.policy import GroupLedger, Policy
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 
@@ -89,3 +90,6 @@ class Pairwise(Policy):
             else:
                 break
         return groups
+
+
+register_state(Pairwise)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policies.windowed import target_size
 from polyrhythm.sync.policy import Roster, RosterPolicy
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds
 
 
@@ -54,3 +55,6 @@ class PartialReduce(RosterPolicy):
         else:
             return []
         return [Group(roster.pop_ready(), why)]
+
+
+register_state(PartialReduce)

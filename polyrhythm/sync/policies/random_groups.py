@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policy import GroupLedger, Policy
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 
@@ -107,7 +108,7 @@ class RandomGroups(Policy):
                 continue
             for other in older:
                 other.num_passes += 1
-            self._locks.update(dict.fromkeys(drawn.members, drawn))
+            self._locks.update(dict.fromkeys(sorted(drawn.members), drawn))
             locked.append(drawn.owner)
         self._queue = waiting
         return locked
@@ -130,3 +131,6 @@ class RandomGroups(Policy):
                 self._unlock(drawn)  # lets no other group start before that worker's next request
                 self._lock_free_groups()
         return started
+
+
+register_state(RandomGroups, _Drawn)

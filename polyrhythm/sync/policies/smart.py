@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policy import GroupLedger, Policy
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 HALVE_GAPS_EVERY = 16  # requests of the leader, so that a worker that recovers soon counts as fast
@@ -230,3 +231,6 @@ class SmartGroups(Policy):
         num_groups = (2 * len(shuffled) + self.group_size - 1) // (2 * self.group_size)
         num_groups = max(num_groups, 1 if shuffled else 0)
         return [Group(tuple(sorted(shuffled[i::num_groups])), why) for i in range(num_groups)]
+
+
+register_state(SmartGroups, GroupBuffers, _Planned)

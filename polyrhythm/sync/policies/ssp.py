@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policy import Roster, RosterPolicy
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 
@@ -92,3 +93,6 @@ class BoundedStaleness(RosterPolicy):
                 del self._roster.ready[worker]
                 released.append(Group((worker,), why=f"{ahead} of {self._max_ahead} steps ahead"))
         return released
+
+
+register_state(BoundedStaleness)

@@ -28,6 +28,7 @@ from typing import Self
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policy import Roster, RosterPolicy
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 NUM_PHASES = 4
@@ -167,3 +168,6 @@ class StaticGroups(RosterPolicy):
                     del ready[member]
                 released.append(Group(members, why=f"step {step}, phase {step % NUM_PHASES}"))
         return released
+
+
+register_state(StaticGroups, NodeLayout)

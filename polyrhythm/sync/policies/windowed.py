@@ -24,6 +24,7 @@ from typing import Protocol
 
 from polyrhythm.errors import PolicyError
 from polyrhythm.sync.policy import Policy, Roster, format_workers
+from polyrhythm.sync.snapshot import register_state
 from polyrhythm.types import Group, Seconds, Worker
 
 WindowRule = str | Seconds  # "rate", "paper" or a fixed length
@@ -424,3 +425,6 @@ def _make_window(rule: WindowRule, target: int, longest: Seconds) -> CollectionW
             fix="use 'rate' to have it measured",
         )
     return FixedWindow(rule)
+
+
+register_state(EnforcementToken, RunningMean, FixedWindow, RateWindow, PaperWindow)
