@@ -34,7 +34,7 @@ from polyrhythm.lab import abilities
 from polyrhythm.tables import print_line
 from polyrhythm.types import Seconds
 
-_NUM_LEAVES = 3
+_NUM_LEAVES = _NUM_JOINS = 3
 _LEAVE = Setting(num_stages=1, num_pipelines=4, num_microbatches=12, forward=0.05, num_steps=60)
 BARS = (
     Bar("recover_s", "<=", 3.0, "2 x 4, decoupled: seconds from SIGKILL to the next global step"),
@@ -51,6 +51,13 @@ BARS = (
         1.0,
         "a leave: (50 steps around it - as many medians, of steps before and of longer ones after "
         f"it) / the median before, {_LEAVE.step:g} s; the median of {_NUM_LEAVES}",
+    ),
+    Bar(
+        "rejoin_lost_steps",
+        "<=",
+        1.0,
+        "a lost worker joins again: the same of the steps around that, of the others; the median "
+        f"of {_NUM_JOINS}",
     ),
     Bar("fault_predicted", "<=", 0.15, "step after a fault: error of the simulator, the largest"),
     Bar("buddy_cost_network", "<=", 1.20, f"step with copies of shards / without: {NETWORK_BOUND}"),
@@ -186,6 +193,26 @@ def _measure_leave(found: _Found) -> None:
     found.add("the longest of them, s", max(cost[0] for cost in costs))
 
 
+def _measure_join(found: _Found) -> None:
+    """Kill one worker, and start it again when others have made half of the steps around that."""
+    num_around = 8 if found.quick else 50
+    setting = _LEAVE if not found.quick else replace(_LEAVE, forward=0.01, num_steps=60)
+    after, costs = 2 * setting.step, list[tuple[Seconds, Seconds, Seconds]]()
+    for number in range(1 if found.quick else _NUM_JOINS):
+        found.show(f"a worker that joins again, job {number + 1}")
+        delay = 4 / 3 * setting.step * num_around / 2
+        fault = Fault(3, signal.SIGKILL, after)
+        outcome = run_job(setting, [fault], timeout=_TIMEOUT, restart_delay=delay)
+        costs.append(lost_time(outcome, num_around, change=2))
+    costs.sort(key=lambda cost: cost[0] / cost[1])
+    lost, before, later = costs[len(costs) // 2]
+    found.ratios["rejoin_lost_steps"] = lost / before
+    found.add("a step before the join, ms", 1e3 * before)
+    found.add("a step after the join, ms", 1e3 * later)
+    found.add("time that the join costs the others, s", lost)
+    found.add("the longest of them, s", max(cost[0] for cost in costs))
+
+
 def _measure_predictions(found: _Found) -> None:
     found.show("steps after faults, simulated and measured")
     predictions = fault_predictions(found.quick)
@@ -258,7 +285,7 @@ def _recovery(victim: int, *, quick: bool) -> Seconds:
 
 def _time_to_next_step(outcome: Outcome) -> Seconds:
     """Return the time from the fault to the end of the first step of all survivors."""
-    return outcome.all_ended(_first_after_loss(outcome)) - outcome.faults_at[0]
+    return outcome.all_ended(_first_step(outcome, 1)) - outcome.faults_at[0]
 
 
 def _degraded(*, quick: bool) -> tuple[float, Seconds, Seconds]:
@@ -273,38 +300,42 @@ def _degraded(*, quick: bool) -> tuple[float, Seconds, Seconds]:
     return before / later, before, later
 
 
-def lost_time(outcome: Outcome, num_around: int) -> tuple[Seconds, Seconds, Seconds]:
-    """Return the time that a loss costs beyond its steps, and medians of steps before and after it.
+def lost_time(
+    outcome: Outcome, num_around: int, *, change: int = 1
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Return the time that a change costs beyond its steps, and medians of steps before and after.
 
-    Of `num_around` steps around it. Steps are longer without the lost worker: those of each part
-    should take the median of that part.
+    Of `num_around` steps around it, or fewer. Steps before and after differ, as there are more or
+    fewer workers: those of each part should take the median of that part. `change`: the number of
+    the epoch that begins with it, the first epoch being 0.
     """
-    before, later = (statistics.median(part) for part in _split(outcome))
-    survivor, first = next(iter(outcome.ends.values())), _first_after_loss(outcome)
-    start = max(min(survivor), min(first - num_around // 2, max(survivor) - num_around))
+    before, later = (statistics.median(part) for part in _split(outcome, change))
+    survivor, first = max(outcome.ends.values(), key=len), _first_step(outcome, change)
+    begin = max(min(survivor), 0 if change == 1 else _first_step(outcome, change - 1) + 1)
+    start = max(begin, min(first - num_around // 2, max(survivor) - num_around))
     steps = range(start, min(max(survivor), start + num_around))
     num_before = sum(step + 1 < first for step in steps)
     expected = num_before * before + (len(steps) - num_before) * later
     return survivor[steps.stop] - survivor[steps.start] - expected, before, later
 
 
-def _first_after_loss(outcome: Outcome) -> int:
-    """Return the first step of the second epoch."""
+def _first_step(outcome: Outcome, epoch: int) -> int:
+    """Return the first step of an epoch; each one counts its own commits."""
     begins = [event for event in outcome.events if event["event"] == "Begin"]
-    if len(begins) < 2:
+    if len(begins) <= epoch:
         what = f"{len(outcome.delivered)} faults delivered, {len(begins)} epochs in the log"
-        raise RuntimeError(f"no epoch followed the fault: {what}")
-    committed = begins[1]["committed"]
-    return 0 if committed is None else int(committed) + 1
+        raise RuntimeError(f"no epoch {epoch} followed: {what}")
+    committed = (begin["committed"] for begin in begins[1 : epoch + 1])
+    return sum(0 if number is None else int(number) + 1 for number in committed)
 
 
-def _split(outcome: Outcome) -> tuple[list[Seconds], list[Seconds]]:
-    """Return the durations of the steps before and after the first change of epoch."""
-    first = _first_after_loss(outcome)
-    survivor = next(iter(outcome.ends.values()))
+def _split(outcome: Outcome, change: int = 1) -> tuple[list[Seconds], list[Seconds]]:
+    """Return the durations of the steps before and after a change of epoch."""
+    first, last = _first_step(outcome, change), _first_step(outcome, change - 1)
+    survivor = max(outcome.ends.values(), key=len)
     steps = sorted(survivor)
     durations = {b: survivor[b] - survivor[a] for a, b in pairwise(steps)}
-    before = [d for step, d in durations.items() if 1 < step < first]
+    before = [d for step, d in durations.items() if last + 1 < step < first]
     return before, [d for step, d in durations.items() if step > first]
 
 
@@ -315,6 +346,7 @@ _MEASURES: tuple[tuple[Callable[[_Found], None], tuple[str, ...]], ...] = (
     (_measure_against_torchft, ("recover_vs_torchft",)),
     (_measure_degraded, ("degraded",)),
     (_measure_leave, ("leave_lost_steps",)),
+    (_measure_join, ("rejoin_lost_steps",)),
     (_measure_predictions, ("fault_predicted",)),
     (_count_faults, ("soak_hangs", "soak_lost", "soak_diverged")),
     (_measure_buddies, ("buddy_cost_network", "buddy_cost")),

@@ -129,16 +129,27 @@ class Outcome:
         return max(ends[step] for ends in self.ends.values() if step in ends)
 
 
-def run(setting: Setting, faults: list[Fault], *, timeout: Seconds) -> Outcome:
+def run(
+    setting: Setting,
+    faults: list[Fault],
+    *,
+    timeout: Seconds,
+    restart_delay: Seconds | None = None,
+) -> Outcome:
     """Run a job; its faults count from the time when all processes have made the first steps.
 
+    With `restart_delay` processes that are lost are started again.
     Raises WorkerError if the job fails, and TimeoutError if it has not ended in time.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         work = _work_of(setting, folder)
         with LocalJob(
-            work, setting.num_processes, output_folder=folder / "logs", keeps_survivors=True
+            work,
+            setting.num_processes,
+            output_folder=folder / "logs",
+            keeps_survivors=True,
+            restart_delay=restart_delay,
         ) as job:
             running = _RunningJob(job, setting, folder, time.monotonic() + timeout)
             delivered = running.deliver(faults)

@@ -99,7 +99,7 @@ class TrainCommand:
     def _run_here(self, plan: "Plan | None", num_fits: int) -> int:
         from polyrhythm.lab.program import PRELOADED, preload, run_program
         from polyrhythm.lab.rehearsal import TIMED_OUT
-        from polyrhythm.run.comm.launch import LocalJob
+        from polyrhythm.run.comm.launch import RESTART_DELAY, LocalJob
 
         program = self._program()
         by_default = self._degrees.num_processes if plan is None else plan.num_workers
@@ -118,7 +118,7 @@ class TrainCommand:
             output_folder=self.output,
             shown_ranks=(0,),
             keeps_survivors=True,
-            restarts=self.elastic,
+            restart_delay=RESTART_DELAY if self.elastic else None,
         ) as job:
             _forward_sigterm(job.request_stop)
             is_interrupted = _forward_interrupt(lambda: job.request_stop(signal.SIGINT))

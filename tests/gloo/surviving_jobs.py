@@ -40,7 +40,7 @@ def train(
     timeouts: LossTimeouts | None = None,
     limit: Seconds = TIMEOUT,
     num_steps: int = NUM_STEPS,
-    restarts: bool = False,
+    restart_delay: Seconds | None = None,
     **more: Any,
 ) -> dict[int, Found]:
     """Train stages x pipelines; return what the processes that were left have found, by rank."""
@@ -67,7 +67,7 @@ def train(
         num,
         output_folder=logs,
         keeps_survivors=True,
-        restarts=restarts,
+        restart_delay=restart_delay,
         timeouts=timeouts,
     ) as job:
         assert job.wait(limit), "not done in time"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyrhythm.run.comm.launch import DistContext
+from polyrhythm.run.comm.launch import RESTART_DELAY, DistContext
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from polyrhythm.run.trainer import trainer as trainer_module
@@ -69,7 +69,7 @@ def run(
     **more: Any,
 ) -> dict[int, Found]:
     slow = slow_steps(fault, newcomer_fault)
-    return train(folder, shape, slow, num_steps=NUM_STEPS, restarts=True, **more)
+    return train(folder, shape, slow, num_steps=NUM_STEPS, restart_delay=RESTART_DELAY, **more)
 
 
 def joins(folder: Path) -> list[list[int]]:
@@ -183,7 +183,7 @@ def test_a_newcomer_that_comes_too_late_exits(
 def test_all_are_replaced_one_after_the_other(tmp_path: Path) -> None:
     """Until none of the first is left; the weights are those of one process."""
     fault = slow_steps(both(after_step(3, 0), after_step(40, 1), after_step(80, 2)))
-    found = train(tmp_path, (1, 3), fault, num_steps=120, restarts=True)
+    found = train(tmp_path, (1, 3), fault, num_steps=120, restart_delay=RESTART_DELAY)
     assert found.keys() == {0, 1, 2}
     check(found, tmp_path, {0, 1, 2}, num_steps=120)
 

@@ -261,8 +261,8 @@ _LEAVING = {TERMINATED, INTERRUPTED}  # exit statuses after a request to stop
 _LINE_DELAYS: dict[int, Seconds] = {FAILED_ALONE: 2.0, TERMINATED: 0.5, INTERRUPTED: 0.5}
 _STOPPED_STATUSES = {*_LEAVING, PEER_LOST}
 _RESTARTED = {FENCED, FAILED_ALONE}  # not those that were asked to leave
-_FIRST_DELAY: Seconds = 1.0  # of a restart
-_LONGEST_DELAY: Seconds = 60.0
+RESTART_DELAY: Seconds = 1.0  # by default
+_LONGEST_DELAY: Seconds = 60.0  # of a restart
 _SHORT_LIFE: Seconds = 60.0  # of a worker that waits longer the next time
 _contexts: list[DistContext] = []  # the context that this process's launcher gave it
 
@@ -298,7 +298,7 @@ class LocalJob:
         name: Callable[[int], str] = "worker of rank {}".format,
         shown_ranks: Collection[int] = (),
         keeps_survivors: bool = False,
-        restarts: bool = False,
+        restart_delay: Seconds | None = None,
         timeouts: LossTimeouts | None = None,
     ) -> None:
         """`name` maps a rank to the worker's name in error messages.
@@ -313,13 +313,13 @@ class LocalJob:
         same everywhere. Then the WorkerError is that of the first worker with an error of its own;
         else, if the others have only lost peers, or all are lost, that of the last loss. After
         `request_stop` no loss is accepted.
-        With `restarts` a worker that is lost is started again, and joins the others, unless it was
-        asked to leave. One that fails then, in any way, is lost again: each time soon after its
-        start it waits twice as long, up to a minute.
+        After `restart_delay` a worker that is lost is started again, and joins the others, unless
+        it was asked to leave; None for never. One that fails then, in any way, is lost again: each
+        time soon after its start it waits twice as long, up to a minute.
         `timeouts` are the coordinator's; its events go to `membership.jsonl` of the folder.
         """
-        assert keeps_survivors or not restarts, "a job ends with its first loss otherwise"
-        self._restarts, self._incarnations = restarts, [0] * num_workers
+        assert keeps_survivors or restart_delay is None, "its first loss ends such a job"
+        self._restart_delay, self._incarnations = restart_delay, [0] * num_workers
         self._started_at, self._delays = [0.0] * num_workers, [0.0] * num_workers
         self._restart_at: dict[int, Seconds] = {}  # lost ranks
         self._shown_ranks = shown_ranks
@@ -377,7 +377,7 @@ class LocalJob:
 
     def request_stop(self, notice: signal.Signals = signal.SIGTERM) -> None:
         """Send a signal to every worker, which may then save a checkpoint: call `wait` next."""
-        self._keeps_survivors = self._restarts = False
+        self._keeps_survivors, self._restart_delay = False, None
         self._restart_at.clear()
         for worker in self._workers:
             if worker.status is None:
@@ -469,11 +469,12 @@ class LocalJob:
     def _plan_restart(self, rank: int) -> str:
         """Start a lost worker again, after a while; return what to say of it."""
         status = self._workers[rank].status or 0
-        if not (self._restarts and (status < 0 or status in _RESTARTED)):
+        first = self._restart_delay
+        if first is None or not (status < 0 or status in _RESTARTED):
             return ""
         was_short = time.monotonic() - self._started_at[rank] < _SHORT_LIFE
         delay = min(_LONGEST_DELAY, 2 * self._delays[rank]) if was_short else 0.0
-        self._delays[rank] = max(delay, _FIRST_DELAY)
+        self._delays[rank] = max(delay, first)
         self._restart_at[rank] = time.monotonic() + self._delays[rank]
         return f"; it is started again in {self._delays[rank]:g} s"
 
