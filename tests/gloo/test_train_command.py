@@ -115,12 +115,14 @@ def slowly(info):
         os.kill(os.getpid(), signal.SIGKILL)
 """
     text = SCRIPT.replace("progress=False", "progress=False, callbacks=[slowly]")
-    script.write_text(text.replace("start =", f"{killed}\nstart ="))
+    evaluate = 'print("before:", trainer.evaluate(TensorDataset(inputs, inputs[:, :4])))'
+    script.write_text(text.replace("start =", f"{killed}\n{evaluate}\nstart ="))
     command = [script, "--local", "2", "--elastic", "--", "run", "60"]
     found = run(*command, folder=script.parent)
     assert found.status == 0, found.output
     assert "rank 1 was ended by SIGKILL: the others go on; it is started again" in found.output
     log = (script.parent / "runs/output/rank1.1.log").read_text()
+    assert "before: nan" in log
     assert re.search(r"s0p1 from 0 to 60: ", log), log
     loss = re.search(r"to 60: (\S+)", found.output)
     assert loss is not None
@@ -238,6 +240,7 @@ def test_fit_of_the_launching_process_does_not_count_as_training(
         (["nowhere.py"], "nowhere.py: no such file"),
         (["script.py", "--local", "0"], "--local 0"),
         (["script.py", "--local", "2", "--lab", "case1_datacenter"], "one of the two"),
+        (["script.py", "--elastic", "--lab", "case1_datacenter"], "--elastic with --lab"),
         (["script.py", "--scenario", "sdpipe_b"], "without a lab"),
         (["script.py", "--plan", "missing.json"], "missing.json"),
         (["script.py", "--plan", "plan.json", "--stages", "2"], "stages=2 with --plan"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyrhythm.run.comm.launch import RESTART_DELAY, DistContext
+from polyrhythm.run.comm.launch import RESTART_DELAY, DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
 from polyrhythm.run.trainer import trainer as trainer_module
@@ -17,7 +17,7 @@ from polyrhythm.run.trainer.job_record import JobRecords
 from tests.gloo import trainer_jobs
 from tests.gloo.faults import Fault, after_own_steps, after_step, at_call, both
 from tests.gloo.surviving_jobs import Found, membership, stopped_until_lost, train
-from tests.gloo.trainer_jobs import fit
+from tests.gloo.trainer_jobs import fit, plan_of, trainer
 from tests.grids import long_except
 
 NUM_STEPS = 40  # of 0.15 s: a process is started again after one second
@@ -150,7 +150,7 @@ def test_another_is_killed_while_one_joins(tmp_path: Path, point: str) -> None:
 
 @pytest.mark.long
 def test_a_stopped_process_joins_when_it_wakes(tmp_path: Path) -> None:
-    """It is told that it was lost, and ends: its successor joins."""
+    """It learns that it was lost, and ends: its successor joins."""
     timeouts = LossTimeouts(min_heartbeat=1.0, max_heartbeat=1.5)
     with stopped_until_lost(tmp_path, step=4, rank=1) as fault:
         found = run(tmp_path, (1, 3), fault, timeouts=timeouts)
@@ -203,3 +203,29 @@ def test_a_process_joins_with_checkpoints_and_evaluations(tmp_path: Path) -> Non
     check(found, tmp_path, {1})
     assert found[0].evals == list(range(4, NUM_STEPS + 1, 4))
     assert (run_dir / "checkpoints" / f"step-{NUM_STEPS:08}").is_dir()
+
+
+@pytest.mark.parametrize("first_steps", long_except([8, 16, 24], 0))
+def test_a_process_joins_in_a_later_fit(tmp_path: Path, first_steps: int) -> None:
+    """It skips those that are over, also one that ends while it waits for the next step."""
+
+    def work(ctx: DistContext) -> None:
+        callback = slow_steps(after_step(4, 1))(ctx)
+        with trainer(plan_of(1, 3)) as made:
+            for max_steps in (first_steps, first_steps + NUM_STEPS):
+                made.fit(max_steps=max_steps, callbacks=[callback], progress=False)
+            torch.save(made.model.state_dict(), tmp_path / f"found{ctx.rank}.pt")
+
+    with LocalJob(
+        work,
+        3,
+        output_folder=tmp_path / "logs",
+        keeps_survivors=True,
+        restart_delay=RESTART_DELAY,
+    ) as job:
+        assert job.wait(60)
+    _, expected = fit(tmp_path / "alone", 1, 1, steps=first_steps + NUM_STEPS)
+    for rank in range(3):
+        found = torch.load(tmp_path / f"found{rank}.pt")
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

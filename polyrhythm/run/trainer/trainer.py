@@ -9,6 +9,7 @@ machines. A step is one global batch, however many processes compute it.
 
 import atexit
 import logging
+import math
 import os
 import signal
 import sys
@@ -507,6 +508,9 @@ class Trainer:
         _logger.warning("has joined after step %d as %s", self.global_step, self.worker)
         return record
 
+    def _warn_of_skipped(self, what: str) -> None:
+        _logger.warning("%s has no effect in a process that has not joined the job yet", what)
+
     def _exit_too_late(self, elastic: ElasticJob) -> NoReturn:
         elastic.abandon()
         self._exit_job(TERMINATED, "came too late: the job needs it no more")
@@ -531,18 +535,23 @@ class Trainer:
     ) -> float | dict[str, float]:
         """Return the mean loss on a dataset; all workers call it, fast pipelines compute more.
 
-        With `metrics`, as in `fit`, a dict of these and `eval_loss`.
+        With `metrics`, as in `fit`, a dict of these and `eval_loss`. nan in a process that has come
+        back, and joins the others in the next `fit`.
         """
         self._check_between_fits("evaluate()")
         check_metrics(metrics or {})
+        if self._is_newcomer:
+            self._warn_of_skipped("evaluate()")
+            values = dict.fromkeys((EVAL_LOSS, *(metrics or {})), math.nan)
+            return math.nan if metrics is None else values
         evaluator = self._evaluator("evaluate()", dataset, metrics or {})
         assert evaluator.samples.num_samples is not None, "it has a length"
         try:
-            values = evaluator.run(self._context.batch_dispatcher(evaluator.samples.num_samples))
+            found = evaluator.run(self._context.batch_dispatcher(evaluator.samples.num_samples))
         finally:
             evaluator.close()
-        assert values is not None, "nothing ends it"
-        return values[EVAL_LOSS] if metrics is None else values
+        assert found is not None, "nothing ends it"
+        return found[EVAL_LOSS] if metrics is None else found
 
     def save(self) -> None:
         """Save a checkpoint of the current state; it is on disk when this returns.
@@ -552,6 +561,9 @@ class Trainer:
         it is not known on all stages of the first pipeline, raise LaunchError.
         """
         self._check_between_fits("save()")
+        if self._is_newcomer:
+            self._warn_of_skipped("save()")
+            return
         checkpointer, progress = self._require_checkpointer(), self._progress
         self._check_last_step()
         self._begin_run("save()")
