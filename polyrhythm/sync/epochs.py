@@ -16,6 +16,11 @@ A process may take the place of a member that is gone, as its next incarnation. 
 until it awaits an epoch, and the others train on; the next one begins at the same kind of boundary
 as for a member that leaves.
 
+A coordinator that is started again rebuilds this state from its log, which may lack the last
+events. So with `Resume` it waits until all members have enrolled again: each sends the last Begin
+and the last Committed that it knows. What one knows has been decided, and all learn it. Then the
+epoch ends, as its coordinator was lost.
+
 `step` takes one event and returns commands, without a clock, a thread or randomness, as the
 scheduler of groups does (`scheduler.py`).
 
@@ -54,6 +59,8 @@ class Enroll(_Message, frozen=True):
     incarnation: Count
     node: Name  # the machine it runs on
     now: Seconds = 0.0
+    begin: "Begin | None" = None  # of its epoch, if it has had one
+    committed: "Committed | None" = None  # the last one of its epoch that it knows
 
 
 class Await(_Message, frozen=True):
@@ -131,6 +138,12 @@ class Lost(_Message, frozen=True):
     now: Seconds = 0.0
 
 
+class Resume(_Message, frozen=True):
+    """The coordinator was started again, with the state of its log: members enroll again."""
+
+    now: Seconds = 0.0
+
+
 class Tick(_Message, frozen=True):
     """The time of `next_timer` is reached; `silent` members have sent nothing for some seconds."""
 
@@ -189,7 +202,7 @@ class Fenced(_Message, frozen=True):
     why: str
 
 
-Event = Enroll | Await | Vote | TrainInGroups | Depart | Unreachable | Finish | Lost | Tick
+Event = Enroll | Await | Vote | TrainInGroups | Depart | Unreachable | Finish | Lost | Resume | Tick
 Command = Begin | End | Committed | Fenced
 _MemberEvent = Await | Vote | TrainInGroups | Depart | Unreachable | Finish | Lost
 
@@ -222,6 +235,8 @@ class EpochsSetup:
     departure_window: Seconds = 0.5
     # After the first report of a broken link: others tell which of its ends has more of them.
     report_window: Seconds = 1.0
+    # After a restart of the coordinator: until a member that has not enrolled again is lost.
+    resume_timeout: Seconds = 15.0
 
     def epochs(self) -> "JobEpochs":
         """Create new epochs."""
@@ -230,6 +245,7 @@ class EpochsSetup:
             self.answer_timeout,
             departure_window=self.departure_window,
             report_window=self.report_window,
+            resume_timeout=self.resume_timeout,
         )
 
 
@@ -247,6 +263,7 @@ class JobEpochs:
     departure_window: Seconds = 0.5
     # After the first report of a broken link: others tell which of its ends has more of them.
     report_window: Seconds = 1.0
+    resume_timeout: Seconds = 15.0
     counters: Counter[str] = field(default_factory=Counter)  # of ignored messages, by kind
     present: dict[Member, _Record] = field(default_factory=dict)
     _phase: _Phase = _Phase.FORMING
@@ -263,6 +280,11 @@ class JobEpochs:
     _is_in_groups: bool = False  # nobody votes for steps
     _broken_links: set[frozenset[Member]] = field(default_factory=set)  # of the epoch
     _reported_by: Seconds = math.inf  # all that are broken
+    _begin: Begin | None = None  # of the current epoch
+    _resumes_by: Seconds = math.inf  # after a restart of the coordinator
+    _returned: set[Member] = field(default_factory=set)  # since then
+    _deferred: list[Enroll | _MemberEvent] = field(default_factory=list)  # until then
+    _last_commit: Committed | None = None  # of the current epoch
     _now: Seconds = -math.inf
     _out: list[Command] = field(default_factory=list)
 
@@ -274,12 +296,21 @@ class JobEpochs:
         out: list[Command] = []
         self._out = out
         self._now = max(self._now, event.now)
-        if isinstance(event, Enroll):
+        if isinstance(event, Resume):
+            self._resumes_by = self._now + self.resume_timeout
+            self._returned, self._deferred = set(), []  # of an earlier restart
+        elif not isinstance(event, Tick) and self._resumes_by < math.inf:
+            self._defer(event)
+        elif isinstance(event, Enroll):
             self._on_enroll(event)
         elif not isinstance(event, Tick):
             self._on_member_event(event)
+        if self._resumes_by < math.inf:
+            self._resume_if_complete()
         if isinstance(event, Tick) and self._now >= self._reported_by:
             self._drop_unreachable(event.silent)
+        if self._resumes_by < math.inf:
+            return out
         if self._now >= self._ends_at:
             self._end(self._why_changing(self._departing(), self._joining()))
         if self._now >= self._answer_by:
@@ -289,6 +320,8 @@ class JobEpochs:
 
     def next_timer(self) -> Seconds:
         """Time at which to send Tick if nothing happens before; inf for never."""
+        if self._resumes_by < math.inf:
+            return self._resumes_by
         return min(self._answer_by, self._ends_at, self._reported_by)
 
     @property
@@ -335,6 +368,58 @@ class JobEpochs:
             self._fence(member, incarnation)
         else:
             self.present[member] = _Record(incarnation, event.node, is_candidate)
+
+    def _defer(self, event: Enroll | _MemberEvent) -> None:
+        """After a restart: learn what a member knows, and let all else wait for the others."""
+        if isinstance(event, Enroll) and event.begin is not None:
+            self._learn(event, event.begin)
+        record = self.present.get(event.member)
+        if isinstance(event, Enroll | Lost | Finish) and record is not None:
+            if event.incarnation >= record.incarnation:
+                self._returned.add(event.member)
+        self._deferred.append(event)
+
+    def _learn(self, event: Enroll, begin: Begin) -> None:
+        """Learn of decisions that the log lacks from a member that knows them."""
+        member = event.member
+        last, _ = self._gone.get(member, (-1, ""))
+        is_later = begin.epoch > self.epoch
+        if is_later and member not in self.present and event.incarnation > last:
+            self.present[member] = _Record(event.incarnation, event.node)
+        if not self.is_member(member, event.incarnation):
+            return
+        if is_later:
+            self.epoch, self._begin, self._phase = begin.epoch, begin, _Phase.RUNNING
+            self._committed, self._last_commit, self._lost_members = None, None, []
+            self._members = {each for each in begin.members if each in self.present}
+        if begin.epoch == self.epoch:
+            self.present[member].is_candidate = False
+            self._members.add(member)
+            last_commit, own = self._last_commit, event.committed
+            if own is not None and (last_commit is None or last_commit.number < own.number):
+                self._last_commit, self._committed = own, own.number
+
+    def _resume_if_complete(self) -> None:
+        """When all members have enrolled again, or the others are lost: end the epoch."""
+        missing = [member for member in self.present if member not in self._returned]
+        if missing and self._now < self._resumes_by:
+            return
+        deferred, self._deferred, self._returned = self._deferred, [], set()
+        self._resumes_by = self._ends_at = self._reported_by = math.inf
+        # What some have had: the others may not.
+        self._out += [each for each in (self._begin, self._last_commit) if each is not None]
+        for record in self.present.values():
+            record.is_awaiting = False
+        if self.epoch:
+            self._end("its coordinator was started again")
+            self._answer_by = self._now + self.answer_timeout
+        for member in missing:
+            self._lose(member, "it has not come back after a restart of the coordinator")
+        for event in deferred:
+            if isinstance(event, Enroll):
+                self._on_enroll(event)
+            else:
+                self._on_member_event(event)
 
     def _on_member_event(self, event: _MemberEvent) -> None:
         member, incarnation = event.member, event.incarnation
@@ -397,7 +482,8 @@ class JobEpochs:
         if not event.may_end:  # outside of a fit nobody goes on in another epoch
             self._ends_at = math.inf
         why = self._why_changing(departing, joining)
-        self._out.append(Committed(self.epoch, event.number, bool(why), why, tuple(departing)))
+        self._last_commit = Committed(self.epoch, event.number, bool(why), why, tuple(departing))
+        self._out.append(self._last_commit)
         if why:
             self._phase, self._ends_at = _Phase.LAST_STEP, math.inf
             self._answer_by = self._now + self.answer_timeout
@@ -495,9 +581,11 @@ class JobEpochs:
         # A process that has restarted before the job has begun is not missing.
         lost = tuple(a for a in self._lost if self.epoch or a.member not in self.present)
         self.epoch += 1
-        self._out.append(Begin(self.epoch, members, departing, lost, self._committed, joined))
+        self._begin = Begin(self.epoch, members, departing, lost, self._committed, joined)
+        self._out.append(self._begin)
         self._phase, self._answer_by = _Phase.RUNNING, math.inf
         self._members, self._lost, self._committed = set(members), [], None
+        self._last_commit = None
         self._lost_members, self._ends_at = [], math.inf
         self._broken_links, self._reported_by = set(), math.inf
         self._is_in_groups = False
@@ -526,4 +614,4 @@ class JobEpochs:
         return "; ".join(texts)
 
 
-register_state(JobEpochs, Absence, _Phase, _Record, *get_args(Command))
+register_state(JobEpochs, Absence, _Phase, _Record, *get_args(Command), *get_args(Event))
