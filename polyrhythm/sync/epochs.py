@@ -299,17 +299,17 @@ class JobEpochs:
         if isinstance(event, Resume):
             self._resumes_by = self._now + self.resume_timeout
             self._returned, self._deferred = set(), []  # of an earlier restart
-        elif not isinstance(event, Tick) and self._resumes_by < math.inf:
+        elif not isinstance(event, Tick) and self.is_resuming:
             self._defer(event)
         elif isinstance(event, Enroll):
             self._on_enroll(event)
         elif not isinstance(event, Tick):
             self._on_member_event(event)
-        if self._resumes_by < math.inf:
+        if self.is_resuming:
             self._resume_if_complete()
         if isinstance(event, Tick) and self._now >= self._reported_by:
             self._drop_unreachable(event.silent)
-        if self._resumes_by < math.inf:
+        if self.is_resuming:
             return out
         if self._now >= self._ends_at:
             self._end(self._why_changing(self._departing(), self._joining()))
@@ -320,7 +320,7 @@ class JobEpochs:
 
     def next_timer(self) -> Seconds:
         """Time at which to send Tick if nothing happens before; inf for never."""
-        if self._resumes_by < math.inf:
+        if self.is_resuming:
             return self._resumes_by
         return min(self._answer_by, self._ends_at, self._reported_by)
 
@@ -328,6 +328,11 @@ class JobEpochs:
     def is_over(self) -> bool:
         """Whether all expected members were known, and all have finished or are lost."""
         return not self.present and self._num_known >= self.num_expected
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether members have to enroll again, after a restart of the coordinator."""
+        return self._resumes_by < math.inf
 
     @property
     def vacancies(self) -> tuple[tuple[Member, int], ...]:
@@ -374,9 +379,9 @@ class JobEpochs:
         if isinstance(event, Enroll) and event.begin is not None:
             self._learn(event, event.begin)
         record = self.present.get(event.member)
-        if isinstance(event, Enroll | Lost | Finish) and record is not None:
-            if event.incarnation >= record.incarnation:
-                self._returned.add(event.member)
+        is_answer = isinstance(event, Enroll | Lost | Finish)
+        if is_answer and record is not None and event.incarnation >= record.incarnation:
+            self._returned.add(event.member)
         self._deferred.append(event)
 
     def _learn(self, event: Enroll, begin: Begin) -> None:

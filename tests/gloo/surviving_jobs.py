@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ def train(
     limit: Seconds = TIMEOUT,
     num_steps: int = NUM_STEPS,
     restart_delay: Seconds | None = None,
+    during: Callable[[LocalJob], None] | None = None,
     **more: Any,
 ) -> dict[int, Found]:
     """Train stages x pipelines; return what the processes that were left have found, by rank."""
@@ -70,7 +71,12 @@ def train(
         restart_delay=restart_delay,
         timeouts=timeouts,
     ) as job:
+        if during is not None:
+            thread = threading.Thread(target=during, args=(job,))
+            thread.start()
         assert job.wait(limit), "not done in time"
+        if during is not None:
+            thread.join()
     paths = {rank: folder / f"found{rank}.pt" for rank in range(num)}
     return {rank: Found(*torch.load(path)) for rank, path in paths.items() if path.exists()}
 
@@ -79,13 +85,14 @@ def check(
     found: dict[int, Found],
     expected: Mapping[str, Tensor],
     *,
+    num_steps: int = NUM_STEPS,
     rtol: float = 1e-4,
     atol: float = 1e-5,
 ) -> None:
     """Check that the survivors made all steps, once each, and have the weights of one process."""
     weights = dict[str, Tensor]()
     for survivor in found.values():
-        assert survivor.steps == list(range(NUM_STEPS))
+        assert survivor.steps == list(range(num_steps))
         for name, value in survivor.weights.items():
             torch.testing.assert_close(value, weights.setdefault(name, value), rtol=0, atol=0)
     assert weights.keys() == expected.keys(), "some stage has no survivor"

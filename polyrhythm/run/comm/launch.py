@@ -53,6 +53,7 @@ from polyrhythm.types import Seconds
 
 SURVIVORS_VARIABLE = "POLYRHYTHM_KEEP_SURVIVORS"
 _ANY_PORT = 9
+_RENDEZVOUS = "polyrhythm/rendezvous {}"
 _DEFAULT_ROUTE = "192.0.2.1"  # an address for documentation, which no machine has
 
 
@@ -130,6 +131,12 @@ class DistContext:
             opened = _open_store(address, timedelta(seconds=timeout))
         return replace(self, store=opened, coordinator=coordinator)
 
+    def with_new_store(self, timeout: Seconds) -> "DistContext":
+        """Connect to the store of a coordinator that was started again: it is empty."""
+        with peer_errors("the job's coordinator", "connecting to its store"):
+            opened = _open_store(self.store_address, timedelta(seconds=timeout))
+        return replace(self, store=PrefixStore(_RENDEZVOUS.format(0), opened))
+
     def with_store_prefix(self, name: str) -> "DistContext":
         """Prefix all keys in the store, so that several process groups can share it."""
         assert self.store is not None, "with_store() comes first"
@@ -183,10 +190,9 @@ class DistContext:
             store = _open_store(self.store_address, timeout)
             _open_stores.append(store)
         # A store outlives a rendezvous: keys of an earlier one are stale.
-        name = "polyrhythm/rendezvous"
-        if self.incarnation:  # a running job, which goes on after losses since its first one
-            return PrefixStore(f"{name} 0", store)
-        return PrefixStore(f"{name} {count_rounds(store, name, self.world_size)}", store)
+        # A running job, which goes on after losses, had its first one.
+        number = 0 if self.incarnation else count_rounds(store, _RENDEZVOUS, self.world_size)
+        return PrefixStore(_RENDEZVOUS.format(number), store)
 
 
 def _open_store(address: tuple[str, int] | None, timeout: timedelta) -> Store:
@@ -264,6 +270,8 @@ _RESTARTED = {FENCED, FAILED_ALONE}  # not those that were asked to leave
 RESTART_DELAY: Seconds = 1.0  # by default
 _LONGEST_DELAY: Seconds = 60.0  # of a restart
 _SHORT_LIFE: Seconds = 60.0  # of a worker that waits longer the next time
+_LONGEST_WAIT: Seconds = 0.5  # between two looks at all processes
+_MAX_COORDINATOR_ENDS = 5  # in that time: then the job ends
 _contexts: list[DistContext] = []  # the context that this process's launcher gave it
 
 
@@ -322,6 +330,7 @@ class LocalJob:
         self._restart_delay, self._incarnations = restart_delay, [0] * num_workers
         self._started_at, self._delays = [0.0] * num_workers, [0.0] * num_workers
         self._restart_at: dict[int, Seconds] = {}  # lost ranks
+        self._coordinator_ends = list[Seconds]()  # the last ones
         self._shown_ranks = shown_ranks
         self._work, self._num_workers, self._folder = work, num_workers, output_folder
         self._name, self._keeps_survivors, self._timeouts = name, keeps_survivors, timeouts
@@ -396,8 +405,11 @@ class LocalJob:
                     break
                 self._show_due_lines()
                 self._restart_due()
+                self._restart_coordinator()
+                # An end that was seen since `_raise_failure` wakes nobody.
                 due = [*(at for at, *_ in self._lines), *self._restart_at.values(), deadline]
-                wait_for_any(self._workers, min(due) - time.monotonic())
+                due.append(time.monotonic() + _LONGEST_WAIT)
+                wait_for_any(self._children(), min(due) - time.monotonic())
             self._raise_failure()
         except WorkerError as error:
             self._print_lines([each for each in self._lines if each[1] != error.rank])
@@ -477,6 +489,24 @@ class LocalJob:
         self._delays[rank] = max(delay, first)
         self._restart_at[rank] = time.monotonic() + self._delays[rank]
         return f"; it is started again in {self._delays[rank]:g} s"
+
+    def _restart_coordinator(self) -> None:
+        """Start the coordinator again if it has ended, while workers need it."""
+        coordinator, now = self._coordinator, time.monotonic()
+        if coordinator is None or coordinator.process.status is None:
+            return
+        is_needed = self._keeps_survivors and any(w.status is None for w in self._workers)
+        recent = [at for at in self._coordinator_ends if now - at < _SHORT_LIFE]
+        if not (is_needed and coordinator.can_restart and len(recent) < _MAX_COORDINATOR_ENDS):
+            return
+        self._coordinator_ends = [*recent, now]
+        line = f"the job's coordinator {coordinator.process.reason}: it is started again"
+        print(line, file=sys.stderr, flush=True)
+        coordinator.restart()
+        for rank, worker in enumerate(self._workers):  # which its log may lack
+            if worker.status is not None:
+                why, incarnation = f"it {worker.reason}", self._incarnations[rank]
+                coordinator.report_exit(rank, why.splitlines()[0], incarnation=incarnation)
 
     def _restart_due(self) -> None:
         now = time.monotonic()

@@ -54,6 +54,7 @@ from polyrhythm.types import Seconds
 # The server gives a closed connection less time: a client that is not back by then is fenced.
 RECONNECT_TIMEOUT: Seconds = 1.5
 SERVER_TIMEOUT: Seconds = 15.0  # without any message of the coordinator
+RESTART_TIMEOUT: Seconds = 60.0  # the same, and after its connection has closed, if it is restarted
 CLOSE_TIMEOUT: Seconds = 1.0  # for the last messages, and again for the thread to end
 _STALL: Seconds = 2 * HEARTBEAT_INTERVAL  # this process was stopped or starved
 _MAX_BATCH = 256  # messages between two checks of timers
@@ -72,6 +73,7 @@ class CoordinatorAccess(NamedTuple):
     address: str
     keys: ClientKeys
     timeouts: LossTimeouts = LossTimeouts()  # the coordinator's
+    is_restarted: bool = False  # if it ends: its members wait for its successor
 
 
 class EpochClient:
@@ -97,14 +99,17 @@ class EpochClient:
         """
         self._name = f"the coordinator at {coordinator.address}"
         self.address, self._key = coordinator.address, (member, incarnation)
-        self._enroll = Enroll(member, incarnation, node[:255])
+        self._node = node[:255]
+        is_restarted = coordinator.is_restarted
+        self._reconnect_timeout = RESTART_TIMEOUT if is_restarted else RECONNECT_TIMEOUT
+        self._server_timeout = RESTART_TIMEOUT if is_restarted else SERVER_TIMEOUT
         self._on_end, self._unreachable = on_end, unreachable
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToMember).decode
         self._changed = threading.Condition()
-        self._outgoing: deque[FromMember] = deque([self._enroll])
         self._begin: Begin | None = None
         self._committed: Committed | None = None  # the last one of the current epoch
+        self._outgoing: deque[FromMember] = deque([self._enrollment])
         self._end: End | None = None  # of the current epoch, the last one
         self._ended = ""  # why the current epoch has ended
         self._await: Await | None = None  # until the next epoch begins
@@ -124,6 +129,11 @@ class EpochClient:
         self._thread = threading.Thread(target=self._run, name="epoch-client", daemon=True)
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def _enrollment(self) -> Enroll:
+        """With what a coordinator that was started again may not know."""
+        return Enroll(*self._key, self._node, begin=self._begin, committed=self._committed)
 
     @property
     def epoch(self) -> int:
@@ -298,8 +308,8 @@ class EpochClient:
     def _run_once(self) -> None:
         due = min(
             self._heartbeat_at,
-            self._last_received_at + SERVER_TIMEOUT,
-            self._closed_at + RECONNECT_TIMEOUT,
+            self._last_received_at + self._server_timeout,
+            self._closed_at + self._reconnect_timeout,
         )
         self._socket.wait(due - time.monotonic())
         was_message = self._send_queued() | self._receive()
@@ -310,9 +320,9 @@ class EpochClient:
         if gap > _STALL:  # it has received nothing for that reason: wait again
             self._last_received_at += gap
             self._closed_at += gap
-        if now - self._closed_at >= RECONNECT_TIMEOUT:
+        if now - self._closed_at >= self._reconnect_timeout:
             self._fail(self._lost_error(now - self._closed_at))
-        elif now - self._last_received_at >= SERVER_TIMEOUT:
+        elif now - self._last_received_at >= self._server_timeout:
             self._fail(self._lost_error(now - self._last_received_at))
         elif now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
@@ -397,7 +407,7 @@ class EpochClient:
     def _resend(self) -> None:
         with self._changed:
             unanswered = [
-                self._enroll,
+                self._enrollment,
                 self._depart,
                 self._vote,
                 self._in_groups,

@@ -27,7 +27,7 @@ from polyrhythm.errors import PolicyError, UserError
 from polyrhythm.run.coordinator.group_host import GroupHost
 from polyrhythm.run.coordinator.keys import ServerKeys
 from polyrhythm.run.coordinator.sockets import RouterSocket
-from polyrhythm.sync.decision_log import DecisionLog, clock
+from polyrhythm.sync.decision_log import DecisionLog, LogEnd, clock, rebuild
 from polyrhythm.sync.epochs import (
     Await,
     Begin,
@@ -43,6 +43,7 @@ from polyrhythm.sync.epochs import (
     JobEpochs,
     Lost,
     Member,
+    Resume,
     Tick,
     TrainInGroups,
     Unreachable,
@@ -226,19 +227,30 @@ class EpochServer:
         keys: ServerKeys,
         timeouts: LossTimeouts | None = None,
         log: Path | None = None,
+        resumes: bool = False,
     ) -> None:
-        """The first epoch begins with `num_members`; `log` gets all events (`decision_log.py`)."""
+        """The first epoch begins with `num_members`; `log` gets all events (`decision_log.py`).
+
+        `resumes`: in place of a coordinator of the same keys that has ended, from its log. Raises
+        EventError if the log is that of another job, or not valid.
+        """
         self._timeouts = timeouts or LossTimeouts()
         setup = EpochsSetup(num_expected=num_members, answer_timeout=self._timeouts.answer)
-        self.epochs = setup.epochs()
+        self.epochs, log_end = setup.epochs(), None
+        if resumes and log is not None:
+            rebuilt = rebuild(log, job=keys.pair.public, setup=setup)
+            assert isinstance(rebuilt.machine, JobEpochs), "the setup is that of epochs"
+            self.epochs, log_end = rebuilt.machine, rebuilt.end
+        self._resumes = resumes
         self._socket = _EpochSocket(bind, keys, num_peers=num_members)
         self.address = self._socket.address
         self._groups = GroupHost(f"{self.address.rpartition(':')[0]}:0", keys)
-        self._log = None if log is None else self._open_log(log, setup, keys)
+        self._log = None if log is None else self._open_log(log, setup, keys, log_end)
         self._counters: Counter[str] = Counter()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromMember).decode
         self._connections: dict[_Key, _Connection] = {}  # of present members
+        self._enrolling: dict[_Key, bytes] = {}  # routing ids of processes that may become members
         # The last Begin, and the last Committed and the last End after it.
         self._current: dict[type[Command], bytes] = {}
         self._suspects: dict[_Key, Seconds] = {}  # processes to check, and when
@@ -273,6 +285,8 @@ class EpochServer:
         why = "the coordinator has ended"
         try:
             self._last_run_at = time.monotonic()
+            if self._resumes:
+                self._step(Resume(clock()))
             while not stop_event.is_set():
                 self._run_once()
         except BaseException as error:
@@ -378,7 +392,7 @@ class EpochServer:
             for command in self._current.values():
                 self._send(routing_id, command)
         self._step(message, routing_id)
-        if isinstance(message, Enroll) and self.epochs.is_member(*key):
+        if isinstance(message, Enroll) and key in self._connections:
             connection = self._connections[key]
             connection.fd, connection.last_received_at = frame.get(zmq.SRCFD), now
             self._heartbeat_check_at = min(
@@ -408,6 +422,8 @@ class EpochServer:
     ) -> None:
         if connection is None:
             key = heartbeat.member, heartbeat.incarnation
+            if self.epochs.is_resuming:  # sent before it has enrolled again
+                return
             self._send(routing_id, self._encode(Fenced(*key, self.epochs.why_absent(*key))))
             return
         if not math.isnan(connection.heartbeat_at):
@@ -426,12 +442,22 @@ class EpochServer:
         if isinstance(event, Finish):
             self._connections.pop((event.member, event.incarnation), None)
         elif isinstance(event, Enroll) and sender is not None:
-            key = event.member, event.incarnation
-            if key not in self._connections and self.epochs.is_member(*key):
-                heartbeat_timeout = self._timeouts.learned_heartbeat()
-                self._connections[key] = _Connection(sender, heartbeat_timeout)
+            self._enrolling[event.member, event.incarnation] = sender
+        # Others than its sender become members, too, when all have enrolled again.
+        for key in [key for key in self._enrolling if not self.epochs.is_resuming]:
+            self._connect(key)
+        if isinstance(event, Enroll) and self.epochs.is_member(event.member, event.incarnation):
+            self._connect((event.member, event.incarnation))
         for command in commands:
             self._send_command(command, sender)
+
+    def _connect(self, key: _Key) -> None:
+        """Keep the connection of a process that has enrolled, if it is a member."""
+        sender = self._enrolling.pop(key, None)
+        if sender is not None and key not in self._connections and self.epochs.is_member(*key):
+            heartbeat_timeout = self._timeouts.learned_heartbeat()
+            connection = self._connections[key] = _Connection(sender, heartbeat_timeout)
+            connection.last_received_at = clock()
 
     def _send_command(self, command: Command, sender: bytes | None) -> None:
         data = self._encode(command)
@@ -504,11 +530,11 @@ class EpochServer:
         for key in [key for key, deadline in self._suspects.items() if deadline <= now]:
             self._suspects.pop(key, None)
             connection = self._connections.get(key)
-            if connection is None:
-                continue
             heartbeat = self._encode(MemberHeartbeat(*key))
             if (why := self._exits.pop(key, "")) != "":
                 self._step(Lost(*key, why, now))
+            elif connection is None:
+                continue
             elif not self._socket.send(connection.routing_id, heartbeat):
                 self._step(Lost(*key, "its connection has closed", now))
 
@@ -525,12 +551,12 @@ class EpochServer:
         )
 
     def _open_log(
-        self, path: Path, setup: EpochsSetup, keys: ServerKeys
+        self, path: Path, setup: EpochsSetup, keys: ServerKeys, after: LogEnd | None
     ) -> DecisionLog[JobEpochs] | None:
         """Begin the log; without it the job goes on."""
         try:
             job = keys.pair.public
-            return DecisionLog(path, setup, self.epochs, job=job, in_background=True)
+            return DecisionLog(path, setup, self.epochs, job=job, after=after, in_background=True)
         except OSError as error:
             _logger.warning("no log of the membership: %s: %s", path, error)
             return None

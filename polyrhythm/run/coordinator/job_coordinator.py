@@ -72,34 +72,62 @@ class JobCoordinator:
 
         With `lab_host` it serves there, and the workers, on other hosts, may connect before.
         """
-        self._keys, self._timeouts = KeyPair.new(), timeouts or LossTimeouts()
-        keys = ServerKeys(self._keys, frozenset(pair.public for pair in clients))
-        self._reports, received = socket.socketpair()
-        num_workers, listen_socket, self._port = len(clients), None, None
+        self._pair, self._timeouts = KeyPair.new(), timeouts or LossTimeouts()
+        self._keys = ServerKeys(self._pair, frozenset(pair.public for pair in clients))
+        self._num_workers, self._output, self._log = len(clients), output, log
+        self._lab_host, self._num_restarts = lab_host, 0
+        # Held as long as the job: a client that reconnects must not reach another service.
+        self._ports = list[socket.socket]()
+        self.store_address: tuple[str, int]
         if lab_host is None:
-            # Held as long as the job: a client that reconnects must not reach another service.
-            self._port = reserve_port()
-            bind = "tcp://{}:{}".format(*self._port.getsockname())
-            listen_socket = _listen(("127.0.0.1", 0), num_workers)
-            self.store_address: tuple[str, int] = listen_socket.getsockname()
+            self._ports = [reserve_port(), reserve_port()]
+            self._address = "tcp://{}:{}".format(*self._ports[0].getsockname())
+            self.store_address = self._ports[1].getsockname()
         else:
-            bind = f"tcp://{lab_host.address}:{lab_host.ports[0]}"
+            self._address = f"tcp://{lab_host.address}:{lab_host.ports[0]}"
             self.store_address = lab_host.address, lab_host.ports[1]
-        self._address = bind
+        self._reports, self.process = self._start(output, resumes=False)
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether its successor knows what it has decided."""
+        return self._log is not None and self._lab_host is None
+
+    def restart(self) -> None:
+        """Start the process again after its end, from its log; workers reconnect to it."""
+        self._num_restarts += 1
+        self._reports.close()
+        name = f"{self._output.stem}.{self._num_restarts}{self._output.suffix}"
+        self._reports, self.process = self._start(self._output.with_name(name), resumes=True)
+
+    def _start(self, output: Path, *, resumes: bool) -> tuple[socket.socket, Child]:
+        ours, received = socket.socketpair()
+        # Listens before the workers start, or they would have to try again.
+        listen_socket = None
+        if self._lab_host is None:
+            listen_socket = _listen(self.store_address, self._num_workers)
 
         def serve() -> None:
-            self._reports.close()  # else its end would not be noticed
-            server = EpochServer(num_workers, bind=bind, keys=keys, timeouts=timeouts, log=log)
-            _serve(server, listen_socket or _listen(self.store_address, num_workers), received)
+            ours.close()  # else its end would not be noticed
+            server = EpochServer(
+                self._num_workers,
+                bind=self._address,
+                keys=self._keys,
+                timeouts=self._timeouts,
+                log=self._log,
+                resumes=resumes,
+            )
+            serving = listen_socket or _listen(self.store_address, self._num_workers)
+            _serve(server, serving, received)
 
         with listen_socket or contextlib.nullcontext(), received:
-            start = Child if lab_host is None else lab_host.start
-            self.process = start(serve, output=output)
+            start = Child if self._lab_host is None else self._lab_host.start
+            return ours, start(serve, output=output)
 
     def access(self, client: KeyPair) -> CoordinatorAccess:
         """Return what a worker needs to enroll."""
-        keys = ClientKeys(client, self._keys.public)
-        return CoordinatorAccess(self._address, keys, self._timeouts)
+        keys = ClientKeys(client, self._pair.public)
+        return CoordinatorAccess(self._address, keys, self._timeouts, is_restarted=self.can_restart)
 
     def report_exit(self, member: Member, why: str, *, incarnation: int = 0) -> None:
         """Report that the process of a worker has ended; without it the others notice later."""
@@ -110,8 +138,8 @@ class JobCoordinator:
     def close(self) -> None:
         """Close the launcher's sockets; the process must have ended."""
         self._reports.close()
-        if self._port is not None:
-            self._port.close()
+        for port in self._ports:
+            port.close()
 
 
 class _Setup(msgspec.Struct, frozen=True):

@@ -203,10 +203,22 @@ class ElasticJob:
 
     def _store_of(self, begin: Begin) -> Store:
         assert self._ctx.store is not None, "the rendezvous comes first"
+        if self._ctx.coordinator is not None and self._ctx.coordinator.is_restarted:
+            self._reconnect_store(self._ctx.store)
+        assert self._ctx.store is not None, "it was connected again"
         # A connection of its own: on that of an ended epoch a wait of gloo may go on.
         prefix = f"polyrhythm/epoch {begin.epoch}"
         with peer_errors("the process that serves the job's store", "connecting to it"):
             return cast(Store, prefixed(prefix, self._ctx.store).clone())
+
+    def _reconnect_store(self, store: Store) -> None:
+        """Connect to the store again if the coordinator was started again, and fill it."""
+        try:
+            store.check(["polyrhythm/records"])
+        except RuntimeError:  # torch's error of a lost connection
+            self._ctx = self._ctx.with_new_store(self._timeout)
+            assert self._ctx.store is not None, "it was connected"
+            self.records = self.records.moved_to(self._ctx.store)
 
     def _share_assignment(self, store: Store, states: Mapping[int, ProcessState]) -> None:
         """Tell newcomers what the others were before."""

@@ -56,12 +56,21 @@ class JobRecords:
 
     def __init__(self, store: Store, timeout: Seconds) -> None:
         self._store, self._timeout = prefixed("polyrhythm/records", store), timeout
+        self._kept: dict[str, msgspec.Struct] = {}
 
-    def write_job(self, record: JobRecord) -> None:
-        self._write("job", record)
+    def keep_job(self, record: JobRecord, *, writes: bool) -> None:
+        """Keep a record that all processes know; one of them `writes` it."""
+        self._keep("job", record, writes=writes)
 
-    def write_fit(self, number: int, record: FitRecord) -> None:
-        self._write(f"fit {number}", record)
+    def keep_fit(self, number: int, record: FitRecord, *, writes: bool) -> None:
+        self._keep(f"fit {number}", record, writes=writes)
+
+    def moved_to(self, store: Store) -> "JobRecords":
+        """Return the same records in a new store; all processes may write them."""
+        moved = JobRecords(store, self._timeout)
+        for key, record in self._kept.items():
+            moved._keep(key, record, writes=True)
+        return moved
 
     def read_job(self) -> JobRecord:
         """Return what the job has begun with; waits until it has."""
@@ -71,7 +80,9 @@ class JobRecords:
                 cause = "the job has not begun"
                 raise PeerError("the job", action="joining", waited=self._timeout, cause=cause)
             time.sleep(_POLL)
-        return msgspec.msgpack.decode(self._store.get("job"), type=JobRecord)
+        record = msgspec.msgpack.decode(self._store.get("job"), type=JobRecord)
+        self.keep_job(record, writes=False)
+        return record
 
     def find_fit(self, number: int, check: Callable[[], None]) -> FitRecord | None:
         """Return the record of a fit, when it has begun; None if the job is in a later one.
@@ -81,11 +92,16 @@ class JobRecords:
         while not self._has(f"fit {number + 1}"):
             check()
             if self._has(f"fit {number}"):
-                return msgspec.msgpack.decode(self._store.get(f"fit {number}"), type=FitRecord)
+                record = msgspec.msgpack.decode(self._store.get(f"fit {number}"), type=FitRecord)
+                self.keep_fit(number, record, writes=False)
+                return record
             time.sleep(_POLL)
         return None
 
-    def _write(self, key: str, record: msgspec.Struct) -> None:
+    def _keep(self, key: str, record: msgspec.Struct, *, writes: bool) -> None:
+        self._kept[key] = record
+        if not writes:
+            return
         with peer_errors("the process that serves the job's store", "writing what joins need"):
             self._store.set(key, msgspec.msgpack.encode(record))
 

@@ -331,8 +331,9 @@ class Trainer:
         if config.run_dir is not None:
             self._lock = lock_run_dir(config.run_dir, store, members)
         self._open_log()
-        if self._elastic is not None and self.worker == LEADER:
-            self._elastic.records.write_job(JobRecord(first, self._elastic.ranks, settings))
+        if self._elastic is not None:
+            record = JobRecord(first, self._elastic.ranks, settings)
+            self._elastic.records.keep_job(record, writes=self.worker == LEADER)
         return store
 
     def _enroll(self, processes: JobProcesses, settings: dict[str, str]) -> None:
@@ -345,6 +346,7 @@ class Trainer:
         self._global_batch = choose_global_batch(self._config, self.plan)
         self._division = None
         self._elastic = ElasticJob(ctx, self.plan, record.ranks, timeout=timeout)
+        self._elastic.records.keep_job(record, writes=False)
         self._place, self._has_membership = self.plan.worker(self._elastic.member), False
         self._has_state, self._has_started, self._lock = False, True, None
         self._open_log()
@@ -466,8 +468,9 @@ class Trainer:
             store.delete(f"{what} {self._num_fits - 1}", members)
         settings = {key: str(value) for key, value in config.must_match.items()}
         record = FitRecord(settings, any(have_callbacks))
-        if self._elastic is not None and self.worker == LEADER:
-            self._elastic.records.write_fit(self._num_fits, record)
+        if self._elastic is not None:
+            is_leader = self.worker == LEADER
+            self._elastic.records.keep_fit(self._num_fits, record, writes=is_leader)
         return record
 
     def _join_fit(self, config: FitConfig) -> FitRecord | None:
