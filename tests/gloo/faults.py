@@ -18,6 +18,7 @@ from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.comm.reduce_scatter import GlooCollectives
 from polyrhythm.run.coordinator.epoch_client import EpochClient
 from polyrhythm.run.trainer import checkpointer, trainer
+from polyrhythm.run.trainer.elastic import ElasticJob
 from polyrhythm.run.trainer.evaluate import Evaluator
 
 _SEND_TIME = 0.1  # for a thread to send what is queued
@@ -134,6 +135,7 @@ during_reduce_scatter = partial(at_call, GlooCollectives, "reduce_scatter", 5)
 during_all_gather = partial(at_call, GlooCollectives, "all_gather", 5)
 during_evaluation = partial(at_call, Evaluator, "run", 1)
 during_checkpoint = partial(at_call, checkpointer.Checkpointer, "_write", 1)
+while_exchanging = partial(at_call, ElasticJob, "_exchange_states", 1)
 while_joining = partial(at_call, trainer, "join_epoch", 1)
 after_joining = partial(at_call, trainer, "join_epoch", 1, when="after")
 

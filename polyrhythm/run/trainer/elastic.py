@@ -185,6 +185,7 @@ class ElasticJob:
             enter_epoch(epoch)
             if self._client.ended:  # before `_on_end` knew of the new one
                 self.end_epoch(self._client.ended)
+            self._check_progress(begin, is_new=own.fit == NEWCOMER)
             store = self._store_of(begin)
             try:
                 own = structs.replace(own, address=self._address)
@@ -193,7 +194,6 @@ class ElasticJob:
             except PeerError as error:  # it has ended already
                 why = str(error)
                 continue
-            self._check_progress(begin, is_new=own.fit == NEWCOMER)
             start = self._start_of(begin, store, is_spare=waits)
             members_at = defaultdict[str, set[int]](set)
             for member, state in states.items():
