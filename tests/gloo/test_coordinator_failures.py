@@ -13,7 +13,7 @@ from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child
 from polyrhythm.run.coordinator import client
 from polyrhythm.run.coordinator.sessions import Heartbeat, Welcome
-from polyrhythm.sync.decision_log import DecisionReader, replay
+from polyrhythm.sync.log_reader import DecisionReader, replay
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Dead, Done, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
