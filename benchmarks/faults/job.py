@@ -27,8 +27,8 @@ from polyrhythm.plan.degrees import Degrees
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.trainer.config import DataConfig
 from polyrhythm.run.trainer.trainer import Trainer
-from polyrhythm.sync.decision_log import membership_changes
 from polyrhythm.sync.dispatch import Range, Ranges, SamplerState
+from polyrhythm.sync.log_reader import membership_changes
 from polyrhythm.types import Seconds
 
 WIDTH, _NUM_SAMPLES, _LEARNING_RATE = 32, 4096, 1e-3

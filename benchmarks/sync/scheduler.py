@@ -40,7 +40,8 @@ from polyrhythm.processes import Child
 from polyrhythm.run.coordinator.keys import JobKeys
 from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.coordinator.sessions import PROTOCOL, Accepted, FromWorker, Hello, Welcome
-from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader
+from polyrhythm.sync.decision_log import LOG_NAME
+from polyrhythm.sync.log_reader import DecisionReader
 from polyrhythm.sync.protocol import Abort, Assign, Commit, Done, Event, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.tables import print_line, print_table

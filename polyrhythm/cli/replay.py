@@ -29,7 +29,7 @@ class ReplayCommand:
     a membership.jsonl, or an archive of it (.jsonl.gz)."""
 
     def run(self, console: "Console") -> int:
-        from polyrhythm.sync.decision_log import replay_and_count
+        from polyrhythm.sync.log_reader import replay_and_count
         from polyrhythm.tables import print_line
 
         num_decisions = 0

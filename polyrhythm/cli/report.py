@@ -100,7 +100,7 @@ def _show(folder: Path, console: "Console") -> None:
 
 def _show_decisions(path: Path, console: "Console") -> None:
     from polyrhythm.observe.decisions import Decisions
-    from polyrhythm.sync.decision_log import DecisionReader
+    from polyrhythm.sync.log_reader import DecisionReader
     from polyrhythm.tables import print_line
 
     reader = DecisionReader(path)

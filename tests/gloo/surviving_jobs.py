@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator.epoch_server import LossTimeouts
-from polyrhythm.sync.decision_log import membership_changes
+from polyrhythm.sync.log_reader import membership_changes
 from polyrhythm.types import Seconds
 from tests.gloo.faults import Fault, after_step
 from tests.gloo.trainer_jobs import plan_of, samples, trainer

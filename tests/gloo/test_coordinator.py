@@ -10,7 +10,7 @@ from polyrhythm.errors import LaunchError, PeerError, PolicyError
 from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.coordinator.sessions import Accepted, Heartbeat, Welcome
 from polyrhythm.sync import scheduler
-from polyrhythm.sync.decision_log import DecisionReader, replay
+from polyrhythm.sync.log_reader import DecisionReader, replay
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.protocol import Assign, Commit, Done, Join, Leave, Ready, Refuse, Skip
 from polyrhythm.types import Worker

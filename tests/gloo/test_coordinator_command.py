@@ -12,7 +12,7 @@ import pytest
 
 from polyrhythm.errors import PeerError
 from polyrhythm.run.coordinator.keys import JobKeys
-from polyrhythm.sync.decision_log import replay
+from polyrhythm.sync.log_reader import replay
 from polyrhythm.sync.protocol import Commit, Leave
 from polyrhythm.types import Worker
 from tests.gloo import coordinators

@@ -13,10 +13,11 @@ from polyrhythm.errors import LaunchError, PeerError
 from polyrhythm.processes import BAD_INPUT, PEER_LOST, Child
 from polyrhythm.run.coordinator import client
 from polyrhythm.run.coordinator.sessions import Heartbeat, Welcome
-from polyrhythm.sync.decision_log import DecisionReader, replay
+from polyrhythm.sync.log_reader import DecisionReader, rebuild, replay
 from polyrhythm.sync.protocol import Abort, Assign, Commit, CopyFrom, Dead, Done, Ready, Skip
 from polyrhythm.sync.setup import Setup
 from polyrhythm.types import Worker
+from tests.gloo import coordinators
 from tests.gloo.coordinators import (
     TIMEOUT,
     FakeWorker,
@@ -396,3 +397,40 @@ def test_all_connections_may_break_at_once() -> None:
         eventually(lambda: not coordinator.present)
         assert coordinator.counters["reconnected"] == 8
         proxy.close()
+
+
+def test_log_of_a_killed_coordinator_leads_to_its_state(
+    children: list[Child], tmp_path: Path
+) -> None:
+    """What the workers know, its successor knows, too: its last commands are in the log."""
+    setup, log = setup_of("age", pipelines=3), tmp_path / "scheduler.jsonl"
+
+    def serve() -> None:
+        coordinator = coordinator_of(setup, log)
+        (tmp_path / "address").write_text(coordinator.address)
+        coordinator.serve(threading.Event())
+
+    children.append(Child(serve))
+    eventually(lambda: (tmp_path / "address").exists() and (tmp_path / "address").read_text())
+    address = (tmp_path / "address").read_text()
+    fake_workers = [FakeWorker(address, setup, worker) for worker in workers_of(setup)]
+    for fake_worker in fake_workers:
+        fake_worker.join()
+    for _ in range(30):
+        for fake_worker in fake_workers:
+            fake_worker.ready()
+        for fake_worker in fake_workers:
+            fake_worker.wait()
+    time.sleep(0.2)  # of which the writer needs a few milliseconds
+    children[0].signal(signal.SIGKILL)
+    assert children[0].wait(TIMEOUT) is not None
+    for fake_worker in fake_workers:
+        with pytest.raises(PeerError):
+            fake_worker.step()
+        fake_worker.client.close()
+    rebuilt = rebuild(log, job=coordinators.KEYS.server_keys.pair.public, setup=setup)
+    members = rebuilt.machine.membership.members
+    assert [members[worker].clock for worker in workers_of(setup)] == [30] * 3
+    assert not any(member.is_ready or member.queue for member in members.values())
+    assert rebuilt.machine.counters["committed"] > 0
+    assert rebuilt.end.num_decisions == len(list(DecisionReader(log).decisions()))

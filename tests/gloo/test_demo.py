@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from polyrhythm.events import Event, read_run
-from polyrhythm.sync.decision_log import DecisionReader
+from polyrhythm.sync.log_reader import DecisionReader
 from polyrhythm.types import Worker
 from tests.gloo.commands import ForkedCommand, run_forked
 

@@ -24,8 +24,8 @@ from polyrhythm.run.coordinator import epoch_server
 from polyrhythm.run.coordinator.epoch_client import CoordinatorAccess, EpochClient
 from polyrhythm.run.coordinator.epoch_server import EpochServer, LossTimeouts
 from polyrhythm.run.coordinator.keys import ClientKeys, KeyPair, ServerKeys
-from polyrhythm.sync.decision_log import membership_changes
 from polyrhythm.sync.epochs import Begin
+from polyrhythm.sync.log_reader import membership_changes
 from tests.gloo.coordinators import eventually
 from tests.gloo.transport_peers import wait_until
 

@@ -20,8 +20,8 @@ from polyrhythm.run.coordinator.client import CoordinatorClient, SampleRequests
 from polyrhythm.run.coordinator.server import Coordinator
 from polyrhythm.run.data.order import SampleOrder
 from polyrhythm.run.data.sample_dispatcher import SampleDispatcher
-from polyrhythm.sync.decision_log import replay
 from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.log_reader import replay
 from polyrhythm.sync.protocol import Acknowledge, Acquire, Acquired
 from polyrhythm.types import Seconds, Worker
 from tests.gloo.coordinators import KEYS, Proxy, coordinator_of, eventually, hello_of, setup_of

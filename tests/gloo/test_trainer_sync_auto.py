@@ -20,7 +20,8 @@ from polyrhythm.events import Event, read_run
 from polyrhythm.run.comm.launch import DistContext
 from polyrhythm.run.machine import DEVICE
 from polyrhythm.run.trainer.trainer import Trainer
-from polyrhythm.sync.decision_log import decision_log_paths, replay
+from polyrhythm.sync.decision_log import decision_log_paths
+from polyrhythm.sync.log_reader import replay
 from tests.gloo.trainer_jobs import BATCH, NUM_SAMPLES, model, plan_of, run_job, samples
 
 NUM_STEPS = 110  # a switch needs three windows of 20

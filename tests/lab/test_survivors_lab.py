@@ -14,7 +14,7 @@ from polyrhythm.describe.scenario import Kill, Scenario
 from polyrhythm.lab import attach
 from polyrhythm.preemption_notice import NOTICE_VARIABLE
 from polyrhythm.processes import Child
-from polyrhythm.sync.decision_log import membership_changes
+from polyrhythm.sync.log_reader import membership_changes
 from tests.grids import long_except
 from tests.lab.survivor_jobs import TIMEOUT, Job
 from tests.metadata_service import Metadata, serve

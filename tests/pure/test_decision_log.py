@@ -10,12 +10,8 @@ import msgspec
 import pytest
 
 from polyrhythm.errors import EventError, PolicyError
-from polyrhythm.sync.decision_log import (
-    MAX_QUEUED,
-    DecisionLog,
-    DecisionReader,
-    replay,
-)
+from polyrhythm.sync.decision_log import MAX_QUEUED, DecisionLog
+from polyrhythm.sync.log_reader import DecisionReader, replay
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.protocol import Commit, Dead, Done, Event, Join, Leave, Ready, Timer
 from polyrhythm.sync.setup import Setup

@@ -19,22 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polyrhythm.errors import EventError
-from polyrhythm.sync import decision_log, epochs, protocol
-from polyrhythm.sync.decision_log import (
-    DecisionLog,
-    DecisionReader,
-    LogFiles,
-    membership_changes,
-    rebuild,
-    replay,
-)
+from polyrhythm.sync import decision_log, epochs, log_segments, protocol
+from polyrhythm.sync.decision_log import DecisionLog
 from polyrhythm.sync.dispatch import SamplerState
 from polyrhythm.sync.epochs import EpochsSetup, JobEpochs
+from polyrhythm.sync.log_reader import DecisionReader, membership_changes, rebuild, replay
+from polyrhythm.sync.log_segments import LogFiles
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.setup import Setup
 from polyrhythm.sync.snapshot import take_snapshot
 from tests.grids import num_examples
+from tests.pure.simulated_steps import SimulatedSteps
 
 POLICIES = (
     "adaptive",
@@ -353,7 +349,7 @@ def test_a_successor_continues_after_a_crash_in_a_rotation(
 
 def members(archive: Path) -> list[bytes]:
     """The compressed segments of an archive."""
-    ends = [0, *(end for _, end in decision_log._members(archive))]
+    ends = [0, *(end for _, end in log_segments.members(archive))]
     content = archive.read_bytes()
     return [content[start:end] for start, end in pairwise(ends)]
 
@@ -425,30 +421,41 @@ def test_a_changed_archive_replays_with_a_difference(tmp_path: Path) -> None:
     archive = LogFiles.of(path).recent
     first, *later = members(archive)
     lines = gzip.decompress(first).splitlines(keepends=True)
-    # The last event of the segment, so that no checksum shows it: the next snapshot does.
-    number = max(
-        n for n, line in enumerate(lines) if b'"Ready"' in line and line.endswith(b"[]]\n")
-    )
-    changed = [
-        *lines[:number],
-        lines[number].replace(b'"Ready"', b'"Request"'),
-        *lines[number + 1 :],
-    ]
-    archive.write_bytes(b"".join([gzip.compress(b"".join(changed)), *later]))
+    number = max(n for n, line in enumerate(lines) if b'"Join"' in line)
+    changed = {number: lines[number].replace(b'"n1"', b'"n2"')}  # no decision depends on it
+    archive.write_bytes(b"".join([packed(lines, changed), *later]))
     difference = replay(path)
     assert difference is not None
-    assert difference.path == archive
-    assert str(difference).startswith("segment ")
-    # An event whose commands differ: the checksum shows it.
-    number = max(n for n, line in enumerate(lines) if not line.endswith(b"[]]\n"))
-    event, checksum = json.loads(lines[number])
-    changed = [*lines[:number], encode([event, checksum ^ 1]) + b"\n", *lines[number + 1 :]]
-    archive.write_bytes(b"".join([gzip.compress(b"".join(changed)), *later]))
+    text = "segment 2: its state is not that after the decisions before"
+    assert (difference.path, str(difference)) == (archive, text)
+    event, checksum = json.loads(lines[16])
+    assert [len(json.loads(line)) for line in lines[1:17]] == [1] * 15 + [2]
+    archive.write_bytes(b"".join([packed(lines, {16: encode([event, checksum ^ 1])}), *later]))
     difference = replay(path)
     assert difference is not None
     assert difference.logged == checksum ^ 1
-    assert f"segment 1, line {number + 1}: " in str(difference)
+    assert str(difference).startswith("segment 1, line 17: ")
     assert "decisions differ from the log" in refusal(lambda: decisions_of(path))
+
+
+def packed(lines: list[bytes], changed: dict[int, bytes]) -> bytes:
+    rows = [changed.get(number, line).strip() for number, line in enumerate(lines)]
+    return gzip.compress(b"\n".join([*rows, b""]))
+
+
+@given(
+    st.lists(
+        st.floats(0, 1e9)
+        | st.integers(0, 10**13).map(lambda number: number / 1e6)
+        | st.floats(0, 1e6).map(lambda time: round(time, 6))
+    )
+)
+def test_times_of_archived_events_are_exact(times: list[float]) -> None:
+    header = log_segments.first_header(setup_of("age"), "", "")
+    lines = [encode(header), *(encode([protocol.Timer(time), []]) for time in times)]
+    unpacked = gzip.decompress(log_segments.pack(lines)).splitlines()[1:]
+    events = [event for event, _ in log_segments.unpack(header.kind, unpacked)]
+    assert [event.now for event in events] == times
 
 
 def test_a_middle_that_is_torn_is_refused(tmp_path: Path) -> None:
@@ -475,19 +482,27 @@ def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     assert "a state that cannot be restored: KeyError: 'Member'" in refusal(lambda: rebuild(path))
 
 
-def test_a_log_is_small_after_rotation(tmp_path: Path) -> None:
-    """What each event adds: fields that change, and a checksum of its commands."""
-    path, kind = tmp_path / "log.jsonl", "age"
-    log = random_log(kind, 1)
-    write(path, kind, log)
-    full = path.read_bytes()
-    write(path, kind, log, per_flush=len(log), segment_bytes=1)
-    archived = LogFiles.of(path).recent.read_bytes()
-    lines = gzip.decompress(archived).splitlines()
-    assert len(lines) == len(log) + 1
-    assert all(b"Assign" not in line and b"why" not in line for line in lines[1:])
-    assert len(archived) < len(gzip.compress(full))
-    assert {*map(type, map(json.loads, lines[1:]))} == {list}
+@pytest.mark.parametrize("policy", ["adaptive", "age"])
+def test_a_log_is_small_after_rotation(tmp_path: Path, policy: str) -> None:
+    """At most 40 bytes per worker and step, in which it also acquires samples."""
+    path, num_workers, num_steps = tmp_path / "log.jsonl", 16, 300
+    state = SamplerState(limit=10**9)
+    setup = Setup(policy=policy, num_stages=1, num_pipelines=num_workers, sampler_state=state)
+    decisions: Log = []
+    steps = SimulatedSteps(setup, lambda event, commands: decisions.append((event, commands)))
+    steps.run(num_workers * num_steps)
+    scheduler = setup.scheduler()
+    log = DecisionLog(path, setup, scheduler)
+    for event, commands in decisions:
+        assert scheduler.step(event) == commands
+        log.add(event, commands)
+    log.close()
+    assert replay(path) is None
+    *archived, _ = DecisionReader(path).segments()
+    num_ready = sum(b'"Ready"' in line for segment in archived for line in segment.lines)
+    assert num_ready > num_workers * num_steps / 2
+    assert LogFiles.of(path).recent.stat().st_size / num_ready < 30
+    assert take_snapshot(rebuild(path).machine) == take_snapshot(steps.scheduler)
 
 
 def test_membership_changes_leave_out_votes(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from polyrhythm.simulate.from_plan import planned_job
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
-from polyrhythm.sync.decision_log import decision_log_paths, replay
+from polyrhythm.sync.decision_log import decision_log_paths
+from polyrhythm.sync.log_reader import replay
 from tests.grids import num_examples
 from tests.pure.plan_problems import cluster, problem
 from tests.pure.simulate_cases import equal_job, kills_and_joins, steps_after_first

@@ -19,7 +19,8 @@ from polyrhythm.observe.report import RunReport
 from polyrhythm.simulate.job import SimulatedJob
 from polyrhythm.simulate.result import SimulationResult
 from polyrhythm.simulate.simulator import simulate
-from polyrhythm.sync.decision_log import LOG_NAME, DecisionReader, replay
+from polyrhythm.sync.decision_log import LOG_NAME
+from polyrhythm.sync.log_reader import DecisionReader, replay
 from polyrhythm.sync.modes import POLICIES
 from polyrhythm.sync.protocol import Assign, Commit, Ready
 from polyrhythm.types import Worker

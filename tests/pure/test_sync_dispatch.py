@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyrhythm.errors import PolicyError
-from polyrhythm.sync.decision_log import DecisionLog, DecisionReader, replay
+from polyrhythm.sync.decision_log import DecisionLog
 from polyrhythm.sync.dispatch import Ranges, SamplerState
+from polyrhythm.sync.log_reader import DecisionReader, replay
 from polyrhythm.sync.protocol import (
     Acknowledge,
     Acquire,

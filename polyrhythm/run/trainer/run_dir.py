@@ -19,7 +19,8 @@ from polyrhythm.events import WORKERS
 from polyrhythm.plan.options import Recompute
 from polyrhythm.plan.plan import Plan
 from polyrhythm.run.comm.store import JobStore, Members
-from polyrhythm.sync.decision_log import LogFiles, decision_log_paths
+from polyrhythm.sync.decision_log import decision_log_paths
+from polyrhythm.sync.log_segments import LogFiles
 
 CLUSTER, PROFILE, PLAN = "cluster.toml", "profile.json", "plan.json"
 _LOCK = "lock"
