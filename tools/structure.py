@@ -30,6 +30,8 @@ _FEATURES = {
     "losses in groups, broken links, leaves, every launcher, the simulator's": (4_900, 4_800, 3),
     "layers are divided anew after a loss": (700, 700, 2),
     "a coordinator's logs are rotated, and lead to its state": (850, 850, 0),
+    "micro-batches are routed around a lost stage: decision, order, simulator": (950, 950, 0),
+    "lost processes join again, and the coordinator is started again": (700, 800, 1),
 }
 MAX_PACKAGE_LINES, MAX_TOTAL_LINES, MAX_RUN_FILES = (
     sum(numbers) for numbers in zip(_RESTRUCTURED, *_FEATURES.values(), strict=True)

@@ -27,7 +27,7 @@ from polyrhythm.errors import PolicyError, UserError
 from polyrhythm.run.coordinator.group_host import GroupHost
 from polyrhythm.run.coordinator.keys import ServerKeys
 from polyrhythm.run.coordinator.sockets import RouterSocket
-from polyrhythm.sync.decision_log import DecisionLog, LogEnd, clock, rebuild
+from polyrhythm.sync.decision_log import DecisionLog, LogEnd, clock
 from polyrhythm.sync.epochs import (
     Await,
     Begin,
@@ -49,6 +49,7 @@ from polyrhythm.sync.epochs import (
     Unreachable,
     Vote,
 )
+from polyrhythm.sync.log_reader import rebuild
 from polyrhythm.sync.members import LearnedTimeout
 from polyrhythm.sync.protocol import Count, Name
 from polyrhythm.sync.setup import Setup
