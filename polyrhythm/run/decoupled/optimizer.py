@@ -387,13 +387,8 @@ class DistributedOptimizer(Optimizer):
         if self.commit is not None:
             self.prepare_step()
             self.commit()
-        elif self._has_buddies and self._collectives.has_nccl:
-            self.prepare_step()
-            self._replicas.all_gather_number(0.0, _STEP)  # in place of a commit
-        elif not self.is_prepared:
-            self._check_step()
-            self._gradient_sync.post_weight_receives()  # other workers may be ahead
-            self._average_first()
+        elif not self.is_prepared:  # else its caller has committed it: it must not fail any more
+            self._prepare_without_commit()
         self._gradient_sync.begin_update()
         self._update()
         self._gradient_sync.gather_weights()
@@ -404,6 +399,15 @@ class DistributedOptimizer(Optimizer):
         self._gradient_sync.wait_for_parameters(self._current.order.unseen)
         self._tune()
         return loss
+
+    def _prepare_without_commit(self) -> None:
+        if self._has_buddies and self._collectives.has_nccl:
+            self.prepare_step()
+            self._replicas.all_gather_number(0.0, _STEP)  # in place of a commit
+            return
+        self._check_step()
+        self._gradient_sync.post_weight_receives()  # other workers may be ahead
+        self._average_first()
 
     def prepare_step(self) -> None:
         """Wait for all that the next `step` needs: then it makes its update, whoever is lost.
