@@ -19,7 +19,6 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-import numpy as np
 
 from polyrhythm.errors import EventError
 
@@ -153,8 +152,8 @@ class _Encoder:
             return ["set", *self._sorted(value)]
         if kind is deque:
             return ["deque", value.maxlen, *map(self._value, value)]
-        if kind is np.ndarray:
-            assert value.dtype == np.int64, "the only arrays are numbers of updates"
+        if kind.__name__ == "ndarray":
+            assert str(value.dtype) == "int64", "the only arrays are numbers of updates"
             return ["array", *value.tolist()]
         if kind is random.Random:
             version, words, gauss = value.getstate()
@@ -195,6 +194,8 @@ class _Decoder:
         if tag == "deque":
             return deque[Any](maxlen=items[0])
         if tag == "array":
+            import numpy as np  # half a second, and most commands need none
+
             return np.array(items, np.int64)
         if tag == "Random":
             version, words, gauss = items

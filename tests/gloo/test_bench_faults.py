@@ -57,7 +57,7 @@ def test_a_leave_costs_what_its_steps_took_beyond_the_medians() -> None:
     outcome = outcome_of(ends={0: ends}, events=events)
     for num_around in (8, 50):
         assert lost_time(outcome, num_around) == (pytest.approx(3.0), 3.0, 4.0)
-    with pytest.raises(RuntimeError, match="no epoch followed the fault: 1 faults delivered, 1 ep"):
+    with pytest.raises(RuntimeError, match="no epoch 1 followed: 1 faults delivered, 1 ep"):
         lost_time(outcome_of(ends={0: ends}, events=events[:1]), 8)
 
 

@@ -58,7 +58,9 @@ def test_in_place_collectives_give_mean_and_all_shards(
     """In half precision NcclCollectives also run on gloo, which lacks the AVG of other dtypes."""
 
     def work(ctx: DistContext) -> tuple[torch.Tensor, torch.Tensor]:
-        collectives = NcclCollectives(world())
+        collectives = NcclCollectives(
+            world(), torch.device("cpu"), GlooCollectives(world(), timeout=20.0)
+        )
         flat = torch.arange(6 * num_workers, dtype=dtype) + 3 * ctx.rank
         collectives.reduce_scatter(flat, 0).wait()
         scattered = flat.view(num_workers, -1)[ctx.rank].clone()
@@ -76,7 +78,9 @@ def test_complex_tensors_are_gathered_as_real_views(tmp_path: Path) -> None:
     def work(ctx: DistContext) -> torch.Tensor:
         flat = torch.zeros(4, dtype=torch.complex64)
         flat.view(2, -1)[ctx.rank] = complex(1, ctx.rank)
-        NcclCollectives(world()).all_gather(flat, 0).wait()
+        NcclCollectives(
+            world(), torch.device("cpu"), GlooCollectives(world(), timeout=20.0)
+        ).all_gather(flat, 0).wait()
         return flat
 
     expected = torch.tensor([1, 1, 1 + 1j, 1 + 1j])

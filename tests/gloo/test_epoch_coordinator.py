@@ -23,6 +23,7 @@ from polyrhythm.run.comm.launch import DistContext, LocalJob
 from polyrhythm.run.coordinator import epoch_server
 from polyrhythm.run.coordinator.epoch_client import CoordinatorAccess, EpochClient
 from polyrhythm.run.coordinator.epoch_server import EpochServer, LossTimeouts
+from polyrhythm.run.coordinator.job_coordinator import JobCoordinator
 from polyrhythm.run.coordinator.keys import ClientKeys, KeyPair, ServerKeys
 from polyrhythm.sync.epochs import Begin
 from polyrhythm.sync.log_reader import membership_changes
@@ -201,8 +202,11 @@ def test_departing_member_takes_part_in_one_more_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_killed_coordinator_is_noticed_by_all_members(tmp_path: Path) -> None:
-    """In whatever they wait for; the job names the coordinator as the cause."""
+def test_killed_coordinator_is_noticed_by_all_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever they wait for; if it is not started again, the job names it as the cause."""
+    monkeypatch.setattr(JobCoordinator, "can_restart", False)
 
     def work(ctx: DistContext) -> None:
         member = Member(ctx.coordinator, ctx.rank)
@@ -299,7 +303,11 @@ def test_waits_end_after_their_timeouts() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_killed_coordinator_is_the_cause_also_after_an_earlier_loss(tmp_path: Path) -> None:
+def test_killed_coordinator_is_the_cause_also_after_an_earlier_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JobCoordinator, "can_restart", False)
+
     def work(ctx: DistContext) -> None:
         member = Member(ctx.coordinator, ctx.rank)
         member.begin()

@@ -201,11 +201,11 @@ def test_interrupted_start_leaves_no_process(
 ) -> None:
     real, started = LocalJob._start, []
 
-    def interrupted(job: LocalJob, rank: int, *args: object) -> None:
+    def interrupted(job: LocalJob, rank: int) -> Child:
         if rank == 2:
             raise KeyboardInterrupt
-        real(job, rank, *args)
         started.append(rank)
+        return real(job, rank)
 
     monkeypatch.setattr(LocalJob, "_start", interrupted)
     with pytest.raises(KeyboardInterrupt):

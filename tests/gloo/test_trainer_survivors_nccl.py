@@ -1,7 +1,7 @@
 """Replicas over NCCL are lost, on CPUs: after an abort its kernels end with whatever they have.
 
-Gloo moves the bytes. A wait does not fail: like a stream of a GPU it goes on with what has come, and
-only `confirm` tells.
+Gloo moves the bytes. A wait does not fail: like a stream of a GPU it goes on with what has come,
+and only `confirm` tells.
 """
 
 from collections.abc import Callable
