@@ -55,7 +55,7 @@ def kill_coordinator(folder: Path, *steps: int) -> Callable[[LocalJob], None]:
     return kill
 
 
-@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
+@pytest.mark.parametrize("sync", long_except(["decoupled", "all_reduce"], 0))
 def test_training_goes_on(tmp_path: Path, sync: str) -> None:
     found = train(
         tmp_path,
@@ -84,7 +84,8 @@ def test_it_may_end_again_and_again(tmp_path: Path) -> None:
     check(found, fit(tmp_path / "alone", 1, 1, steps=NUM_STEPS)[1], num_steps=NUM_STEPS)
 
 
-@pytest.mark.parametrize("gap", long_except([0, 1, 3], 0))
+@pytest.mark.long
+@pytest.mark.parametrize("gap", [0, 1, 3])
 def test_a_worker_is_lost_at_the_same_time(tmp_path: Path, gap: int) -> None:
     """Or a few steps before."""
     found = train(

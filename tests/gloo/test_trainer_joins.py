@@ -86,7 +86,8 @@ def test_a_killed_replica_joins_again(tmp_path: Path, sync: str) -> None:
     assert joins(tmp_path) == [(), (1,)]
 
 
-@pytest.mark.parametrize("sync", long_except(["decoupled", "all_reduce"], 1))
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["decoupled", "all_reduce"])
 def test_a_killed_stage_joins_again(tmp_path: Path, sync: str) -> None:
     """The other one of its pipeline was a spare meanwhile."""
     found = run(tmp_path, (2, 2), after_step(4, 3), sync=sync)
@@ -138,7 +139,8 @@ def test_a_newcomer_is_killed(tmp_path: Path, point: str) -> None:
     check(found, tmp_path, {1})
 
 
-@pytest.mark.parametrize("point", long_except(["connect", "give"], 1))
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["connect", "give"])
 def test_another_is_killed_while_one_joins(tmp_path: Path, point: str) -> None:
     """Of four; the first one tells a newcomer where training is."""
     name, number = {"connect": ("join_epoch", 2), "give": ("reshard", 1)}[point]
@@ -158,6 +160,7 @@ def test_a_stopped_process_joins_when_it_wakes(tmp_path: Path) -> None:
     check(found, tmp_path, {1})
 
 
+@pytest.mark.long
 def test_a_newcomer_with_another_model_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,7 +208,8 @@ def test_a_process_joins_with_checkpoints_and_evaluations(tmp_path: Path) -> Non
     assert (run_dir / "checkpoints" / f"step-{NUM_STEPS:08}").is_dir()
 
 
-@pytest.mark.parametrize("first_steps", long_except([8, 16, 24], 0))
+@pytest.mark.long
+@pytest.mark.parametrize("first_steps", [8, 16, 24])
 def test_a_process_joins_in_a_later_fit(tmp_path: Path, first_steps: int) -> None:
     """It skips those that are over, also one that ends while it waits for the next step."""
 
