@@ -28,7 +28,7 @@ from polyrhythm.sync.log_segments import LogFiles
 from polyrhythm.sync.members import Limits
 from polyrhythm.sync.scheduler import Scheduler
 from polyrhythm.sync.setup import Setup
-from polyrhythm.sync.snapshot import take_snapshot
+from polyrhythm.sync.snapshot import restore, take_snapshot
 from tests.grids import long_except, num_examples
 from tests.pure.simulated_steps import SimulatedSteps
 
@@ -280,6 +280,22 @@ def test_rotation_at_any_size_keeps_the_newest_decisions(
             *_, last = DecisionReader(archive).segments()
             packed = len(gzip.compress(b"\n".join([encode(last.header), *last.lines])))
             assert archive.stat().st_size <= max_bytes + 1.2 * packed + 100
+
+
+@pytest.mark.parametrize("policy", ["random", "smart"])
+def test_state_does_not_depend_on_the_order_of_sets(policy: str) -> None:
+    """A restored set may have another order, which depends on what it once had."""
+    state = SamplerState(limit=10**9)
+    setup = Setup(policy=policy, num_stages=1, num_pipelines=8, sampler_state=state)
+    decisions: Log = []
+    SimulatedSteps(setup, lambda event, commands: decisions.append((event, commands))).run(200)
+    never_lost, machine = setup.scheduler(), setup.scheduler()
+    for number, (event, commands) in enumerate(decisions):
+        assert machine.step(event) == never_lost.step(event) == commands
+        if number % 10 == 0:
+            snapshot = take_snapshot(machine)
+            assert snapshot == take_snapshot(never_lost)
+            machine = restore(snapshot, setup.scheduler())
 
 
 def test_an_archive_that_is_full_is_kept_until_the_next_one_is(tmp_path: Path) -> None:
