@@ -420,6 +420,9 @@ class JobEpochs:
             self._answer_by = self._now + self.answer_timeout
         for member in missing:
             self._lose(member, "it has not come back after a restart of the coordinator")
+        members = () if self._begin is None else self._begin.members
+        for member in [m for m in self._settled() if self.epoch and m not in members]:
+            self._lose(member, "an epoch has begun without it")  # which the log lacks
         for event in deferred:
             if isinstance(event, Enroll):
                 self._on_enroll(event)

@@ -131,7 +131,8 @@ NEWCOMER_FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize("point", long_except(list(NEWCOMER_FAULTS), 3))
+@pytest.mark.long
+@pytest.mark.parametrize("point", list(NEWCOMER_FAULTS))
 def test_a_newcomer_is_killed(tmp_path: Path, point: str) -> None:
     """It comes once more."""
     found = run(tmp_path, (1, 3), after_step(4, 1), NEWCOMER_FAULTS[point])

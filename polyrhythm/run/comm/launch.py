@@ -482,7 +482,8 @@ class LocalJob:
         """Start a lost worker again, after a while; return what to say of it."""
         status = self._workers[rank].status or 0
         first = self._restart_delay
-        if first is None or not (status < 0 or status in _RESTARTED):
+        has_lost_others = status == PEER_LOST and self._incarnations[rank] > 0  # as it joined
+        if first is None or not (status < 0 or status in _RESTARTED or has_lost_others):
             return ""
         was_short = time.monotonic() - self._started_at[rank] < _SHORT_LIFE
         delay = min(_LONGEST_DELAY, 2 * self._delays[rank]) if was_short else 0.0
@@ -495,7 +496,7 @@ class LocalJob:
         coordinator, now = self._coordinator, time.monotonic()
         if coordinator is None or coordinator.process.status is None:
             return
-        is_needed = self._keeps_survivors and any(w.status is None for w in self._workers)
+        is_needed = any(worker.status is None for worker in self._workers)
         recent = [at for at in self._coordinator_ends if now - at < _SHORT_LIFE]
         if not (is_needed and coordinator.can_restart and len(recent) < _MAX_COORDINATOR_ENDS):
             return
@@ -511,7 +512,8 @@ class LocalJob:
     def _restart_due(self) -> None:
         now = time.monotonic()
         for rank in [rank for rank, at in self._restart_at.items() if at <= now]:
-            del self._restart_at[rank]
+            if self._restart_at.pop(rank, None) is None:  # a stop was requested meanwhile
+                continue
             self._incarnations[rank] += 1
             self._lost.remove(rank)
             self._workers[rank] = self._start(rank)

@@ -54,7 +54,7 @@ from polyrhythm.types import Seconds
 # The server gives a closed connection less time: a client that is not back by then is fenced.
 RECONNECT_TIMEOUT: Seconds = 1.5
 SERVER_TIMEOUT: Seconds = 15.0  # without any message of the coordinator
-RESTART_TIMEOUT: Seconds = 60.0  # the same, and after its connection has closed, if it is restarted
+RESTART_TIMEOUT: Seconds = 60.0  # after its connection has closed, if it is started again
 CLOSE_TIMEOUT: Seconds = 1.0  # for the last messages, and again for the thread to end
 _STALL: Seconds = 2 * HEARTBEAT_INTERVAL  # this process was stopped or starved
 _MAX_BATCH = 256  # messages between two checks of timers
@@ -102,7 +102,6 @@ class EpochClient:
         self._node = node[:255]
         is_restarted = coordinator.is_restarted
         self._reconnect_timeout = RESTART_TIMEOUT if is_restarted else RECONNECT_TIMEOUT
-        self._server_timeout = RESTART_TIMEOUT if is_restarted else SERVER_TIMEOUT
         self._on_end, self._unreachable = on_end, unreachable
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToMember).decode
@@ -308,7 +307,7 @@ class EpochClient:
     def _run_once(self) -> None:
         due = min(
             self._heartbeat_at,
-            self._last_received_at + self._server_timeout,
+            self._silent_at,
             self._closed_at + self._reconnect_timeout,
         )
         self._socket.wait(due - time.monotonic())
@@ -322,7 +321,7 @@ class EpochClient:
             self._closed_at += gap
         if now - self._closed_at >= self._reconnect_timeout:
             self._fail(self._lost_error(now - self._closed_at))
-        elif now - self._last_received_at >= self._server_timeout:
+        elif now >= self._silent_at:
             self._fail(self._lost_error(now - self._last_received_at))
         elif now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
@@ -330,6 +329,12 @@ class EpochClient:
             if not self._ended and (peers := self._unreachable()):
                 report = Unreachable(*self._key, self.epoch, tuple(sorted(peers)))
                 self._socket.send(self._encode(report))
+
+    @property
+    def _silent_at(self) -> Seconds:
+        """When a coordinator that is connected has sent nothing for too long."""
+        is_closed = self._closed_at < math.inf
+        return math.inf if is_closed else self._last_received_at + SERVER_TIMEOUT
 
     def _send_queued(self) -> bool:
         """Send all queued messages; return whether there was one."""
@@ -391,7 +396,7 @@ class EpochClient:
             if event is ConnectionEvent.CLOSED:
                 self._closed_at = min(self._closed_at, now)
             elif event is ConnectionEvent.CONNECTED:
-                self._closed_at = math.inf
+                self._closed_at, self._last_received_at = math.inf, now
                 if self._is_connected:  # a reconnect
                     self._resend()
                 self._is_connected = True

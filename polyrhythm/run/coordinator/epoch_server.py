@@ -251,7 +251,8 @@ class EpochServer:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromMember).decode
         self._connections: dict[_Key, _Connection] = {}  # of present members
-        self._enrolling: dict[_Key, bytes] = {}  # routing ids of processes that may become members
+        # Routing ids and file descriptors of processes that may become members.
+        self._enrolling: dict[_Key, tuple[bytes, int]] = {}
         # The last Begin, and the last Committed and the last End after it.
         self._current: dict[type[Command], bytes] = {}
         self._suspects: dict[_Key, Seconds] = {}  # processes to check, and when
@@ -392,6 +393,8 @@ class EpochServer:
             self._counters["reconnected"] += 1
             for command in self._current.values():
                 self._send(routing_id, command)
+        if isinstance(message, Enroll):
+            self._enrolling[key] = routing_id, frame.get(zmq.SRCFD)
         self._step(message, routing_id)
         if isinstance(message, Enroll) and key in self._connections:
             connection = self._connections[key]
@@ -442,8 +445,6 @@ class EpochServer:
                 self._log.add(event, commands)
         if isinstance(event, Finish):
             self._connections.pop((event.member, event.incarnation), None)
-        elif isinstance(event, Enroll) and sender is not None:
-            self._enrolling[event.member, event.incarnation] = sender
         # Others than its sender become members, too, when all have enrolled again.
         for key in [key for key in self._enrolling if not self.epochs.is_resuming]:
             self._connect(key)
@@ -454,11 +455,13 @@ class EpochServer:
 
     def _connect(self, key: _Key) -> None:
         """Keep the connection of a process that has enrolled, if it is a member."""
-        sender = self._enrolling.pop(key, None)
-        if sender is not None and key not in self._connections and self.epochs.is_member(*key):
+        sender, fd = self._enrolling.pop(key, (b"", -1))
+        if sender and key not in self._connections and self.epochs.is_member(*key):
             heartbeat_timeout = self._timeouts.learned_heartbeat()
             connection = self._connections[key] = _Connection(sender, heartbeat_timeout)
-            connection.last_received_at = clock()
+            connection.fd, connection.last_received_at = fd, clock()
+            check_at = connection.last_received_at + heartbeat_timeout.current
+            self._heartbeat_check_at = min(self._heartbeat_check_at, check_at)
 
     def _send_command(self, command: Command, sender: bytes | None) -> None:
         data = self._encode(command)

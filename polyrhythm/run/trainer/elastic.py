@@ -186,15 +186,17 @@ class ElasticJob:
             if self._client.ended:  # before `_on_end` knew of the new one
                 self.end_epoch(self._client.ended)
             self._check_progress(begin, is_new=own.fit == NEWCOMER)
-            store = self._store_of(begin)
+            store, before, start = self._store_of(begin), self._assignment, None
+            if own.fit != NEWCOMER:  # also if the epoch ends at once: the next one builds on it
+                start = self._start_of(begin, store, is_spare=waits)
             try:
                 own = structs.replace(own, address=self._address)
                 states = self._exchange_states(store, begin, own)
-                self._share_assignment(store, states)
+                self._share_assignment(store, states, before)
             except PeerError as error:  # it has ended already
                 why = str(error)
                 continue
-            start = self._start_of(begin, store, is_spare=waits)
+            start = start or self._start_of(begin, store, is_spare=waits)
             members_at = defaultdict[str, set[int]](set)
             for member, state in states.items():
                 members_at[state.address].add(member)
@@ -220,8 +222,10 @@ class ElasticJob:
             assert self._ctx.store is not None, "it was connected"
             self.records = self.records.moved_to(self._ctx.store)
 
-    def _share_assignment(self, store: Store, states: Mapping[int, ProcessState]) -> None:
-        """Tell newcomers what the others were before."""
+    def _share_assignment(
+        self, store: Store, states: Mapping[int, ProcessState], before: Assignment
+    ) -> None:
+        """Tell newcomers what the others were `before`."""
         newcomers = [member for member, own in states.items() if own.fit == NEWCOMER]
         source = next((member for member in states if member not in newcomers), None)
         if source is None:
@@ -231,9 +235,11 @@ class ElasticJob:
                 fix="restore() the newest checkpoint, or use more pipelines",
             )
         if newcomers and self.member in (source, *newcomers):
-            self._assignment = self._member_store(store).broadcast_object(
-                _ASSIGNMENT, self._assignment, Members((source, *newcomers)), as_type=Assignment
+            received = self._member_store(store).broadcast_object(
+                _ASSIGNMENT, before, Members((source, *newcomers)), as_type=Assignment
             )
+            if self.member in newcomers:
+                self._assignment = received
 
     def _member_store(self, store: Store) -> JobStore:
         return JobStore(

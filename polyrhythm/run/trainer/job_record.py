@@ -1,6 +1,6 @@
 """What a job has begun with, in its store: for processes that join while it trains.
 
-The first process of the plan writes it when the job has begun, and again for each fit. A process
+Each process writes the same, when the job begins and for each fit: any one may be lost. A process
 that joins compares it with its own script before the others know of it: a mismatch costs them
 nothing.
 """
@@ -59,7 +59,7 @@ class JobRecords:
         self._kept: dict[str, msgspec.Struct] = {}
 
     def keep_job(self, record: JobRecord, *, writes: bool) -> None:
-        """Keep a record that all processes know; one of them `writes` it."""
+        """Keep a record that all processes know; those that have made it write it, too."""
         self._keep("job", record, writes=writes)
 
     def keep_fit(self, number: int, record: FitRecord, *, writes: bool) -> None:

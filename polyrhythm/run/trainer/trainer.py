@@ -333,7 +333,7 @@ class Trainer:
         self._open_log()
         if self._elastic is not None:
             record = JobRecord(first, self._elastic.ranks, settings)
-            self._elastic.records.keep_job(record, writes=self.worker == LEADER)
+            self._elastic.records.keep_job(record, writes=True)
         return store
 
     def _enroll(self, processes: JobProcesses, settings: dict[str, str]) -> None:
@@ -469,8 +469,7 @@ class Trainer:
         settings = {key: str(value) for key, value in config.must_match.items()}
         record = FitRecord(settings, any(have_callbacks))
         if self._elastic is not None:
-            is_leader = self.worker == LEADER
-            self._elastic.records.keep_fit(self._num_fits, record, writes=is_leader)
+            self._elastic.records.keep_fit(self._num_fits, record, writes=True)
         return record
 
     def _join_fit(self, config: FitConfig) -> FitRecord | None:
