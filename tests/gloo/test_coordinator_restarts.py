@@ -13,7 +13,7 @@ import torch
 
 from polyrhythm.run.comm.launch import DistContext, LocalJob
 from tests.gloo.faults import Fault, after_step
-from tests.gloo.surviving_jobs import check, membership, train
+from tests.gloo.surviving_jobs import Found, check, membership, train
 from tests.gloo.trainer_jobs import fit
 from tests.gloo.transport_peers import wait_until
 from tests.grids import long_except
@@ -55,48 +55,41 @@ def kill_coordinator(folder: Path, *steps: int) -> Callable[[LocalJob], None]:
     return kill
 
 
+def run(
+    folder: Path, shape: tuple[int, int], *kills: int, fault: Fault = lambda ctx: None, **more: Any
+) -> dict[int, Found]:
+    """Train slowly; kill the coordinator after each of these steps."""
+    slow, during = slow_steps(folder, fault), kill_coordinator(folder, *kills)
+    return train(folder, shape, slow, during=during, **{"num_steps": NUM_STEPS, **more})
+
+
+def check_exact(found: dict[int, Found], folder: Path) -> None:
+    check(found, fit(folder / "alone", 1, 1, steps=NUM_STEPS)[1], num_steps=NUM_STEPS)
+
+
 @pytest.mark.parametrize("sync", long_except(["decoupled", "all_reduce"], 0))
 def test_training_goes_on(tmp_path: Path, sync: str) -> None:
-    found = train(
-        tmp_path,
-        (1, 3),
-        slow_steps(tmp_path),
-        num_steps=NUM_STEPS,
-        during=kill_coordinator(tmp_path, 5),
-        sync=sync,
-    )
+    found = run(tmp_path, (1, 3), 5, sync=sync)
     assert found.keys() == {0, 1, 2}
-    check(found, fit(tmp_path / "alone", 1, 1, steps=NUM_STEPS)[1], num_steps=NUM_STEPS)
+    check_exact(found, tmp_path)
     begins = [event for event in membership(tmp_path) if event["event"] == "Begin"]
     assert len(begins) >= 2
 
 
 @pytest.mark.long
 def test_it_may_end_again_and_again(tmp_path: Path) -> None:
-    found = train(
-        tmp_path,
-        (2, 2),
-        slow_steps(tmp_path),
-        num_steps=NUM_STEPS,
-        during=kill_coordinator(tmp_path, 4, 12, 13, 25),
-    )
+    found = run(tmp_path, (2, 2), 4, 12, 13, 25)
     assert found.keys() == {0, 1, 2, 3}
-    check(found, fit(tmp_path / "alone", 1, 1, steps=NUM_STEPS)[1], num_steps=NUM_STEPS)
+    check_exact(found, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("gap", [0, 1, 3])
 def test_a_worker_is_lost_at_the_same_time(tmp_path: Path, gap: int) -> None:
     """Or a few steps before."""
-    found = train(
-        tmp_path,
-        (1, 3),
-        slow_steps(tmp_path, after_step(8, 1)),
-        num_steps=NUM_STEPS,
-        during=kill_coordinator(tmp_path, 8 + gap),
-    )
+    found = run(tmp_path, (1, 3), 8 + gap, fault=after_step(8, 1))
     assert found.keys() == {0, 2}
-    check(found, fit(tmp_path / "alone", 1, 1, steps=NUM_STEPS)[1], num_steps=NUM_STEPS)
+    check_exact(found, tmp_path)
 
 
 @pytest.mark.long
@@ -105,14 +98,7 @@ def test_a_process_joins_at_about_the_same_time(tmp_path: Path, step: int) -> No
     def fault(ctx: DistContext) -> Any:
         return None if ctx.incarnation else after_step(4, 1)(ctx)
 
-    found = train(
-        tmp_path,
-        (1, 3),
-        slow_steps(tmp_path, fault),
-        num_steps=60,
-        during=kill_coordinator(tmp_path, step),
-        restart_delay=0.5,
-    )
+    found = run(tmp_path, (1, 3), step, fault=fault, num_steps=60, restart_delay=0.5)
     assert found.keys() == {0, 1, 2}
     _, expected = fit(tmp_path / "alone", 1, 1, steps=60)
     for process in found.values():
@@ -124,14 +110,7 @@ def test_a_process_joins_at_about_the_same_time(tmp_path: Path, step: int) -> No
 @pytest.mark.parametrize("sync", ["age", "auto"])
 def test_groups_go_on(tmp_path: Path, sync: str) -> None:
     """The scheduler of groups ends with it: what was not averaged may be trained again."""
-    found = train(
-        tmp_path,
-        (1, 3),
-        slow_steps(tmp_path),
-        num_steps=NUM_STEPS,
-        during=kill_coordinator(tmp_path, 5),
-        sync=sync,
-    )
+    found = run(tmp_path, (1, 3), 5, sync=sync)
     assert found.keys() == {0, 1, 2}
     for process in found.values():
         for name, value in process.weights.items():

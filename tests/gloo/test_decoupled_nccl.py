@@ -120,19 +120,28 @@ def test_close_tells_that_a_worker_is_lost(tmp_path: Path) -> None:
 
 
 def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path) -> None:
-    def work(ctx: DistContext) -> None:
+    """Each call returns at once, and changes no weight; a step follows as after a new start."""
+
+    def work(ctx: DistContext) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         with pytest.MonkeyPatch.context() as monkeypatch:
             emulate_nccl(monkeypatch)
             model = stack()
             optimizer = wrap_optimizer(model)
             optimizer.synchronize()
-            model.state_dict()
+            before = {name: value.clone() for name, value in model.state_dict().items()}
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.detach()
             optimizer.attach()
+            train_steps(ctx, model, optimizer, range(2))
             optimizer.close()
+            return before, model.state_dict()
 
-    run_stages(2, work, tmp_path)
+    model = stack()
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    reference_steps(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(2), range(2))
+    for before, after in run_stages(2, work, tmp_path):
+        assert all(torch.equal(before[name], value) for name, value in first.items())
+        assert close_to(after, model.state_dict())
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
